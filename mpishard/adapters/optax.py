@@ -59,6 +59,8 @@ class OptaxRule(JointRule):
         of other arrays. Also if there are other options.
     """
 
+    updates_unused = True
+
     def __init__(
         self,
         transformation: Any,

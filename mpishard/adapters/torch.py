@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -13,19 +12,12 @@ import numpy as np
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.arguments import optional_package
 from mpishard.arrays import Array, require_plain
-from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
-from mpishard.errors import ShardingError
 from mpishard.models.stores.parameter_store import ParameterStore
 
-_log = logging.getLogger("mpishard")
-
 _BESIDE = "beside"  # Key in saved choices of the module's state beside the vector.
-_FREEZE = (
-    "call requires_grad_(False) before the module is given to TorchModel, or set "
-    "parameter_options={%r: {'frozen': True}}"
-)
 
 
 class TorchModel(PlacedVectorModel):
@@ -51,9 +43,10 @@ class TorchModel(PlacedVectorModel):
     module, checkpointed segments and tied parameters work. After each pass ``.grad`` of the
     parameters is None.
 
-    A parameter that no rank used has the gradient 0, and a sharded optimizer updates all that is
-    trained, so that weight decay and momentum change it. A loop leaves it out. A warning names
-    those of the first step.
+    As in a loop, a sharded optimizer leaves out a parameter that no rank has used, and one that
+    requires no gradient any more: weight decay and momentum do not change it, and its moments and
+    count of updates stay. See also `LBFGS`, `OptaxRule`, and the optimizers that exchange data
+    between replicas, which take its gradient for 0.
 
     Parameters
     ----------
@@ -95,9 +88,6 @@ class TorchModel(PlacedVectorModel):
 
         self._placed = PlacedModule(module)
         self._module, self._entries = module, self._placed.entries
-        # One flag for each parameter that this rank has used; None after the first step.
-        self._used: np.ndarray[Any, Any] | None = np.zeros(len(self._entries), np.uint8)
-        self._is_first = True  # of all ranks
 
     # ---------------------------------------------------------------------------------- structure
 
@@ -168,53 +158,20 @@ class TorchModel(PlacedVectorModel):
 
     def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         self._placed.deal(world, ranks)
-        self._is_first = world.rank == 0
 
-    def settle(self, ranks: CommunicationBackend, frozen: Collection[str]) -> bool:
+    def settle(self, ranks: CommunicationBackend) -> bool:
         """Take the buffers that rank 0's passes have changed. Collective.
 
         Raises
         ------
         ShardingError
-            If a trained parameter requires no gradient any more, or as `Buffers.broadcast`.
+            As `Buffers.broadcast`.
         """
-        self._require_trained(frozen)
-        if self._used is not None:
-            self._name_unused(ranks, frozen)
         return self._placed.buffers.settle(ranks)
 
-    def _require_trained(self, frozen: Collection[str]) -> None:
-        """Refuse parameters that were frozen meanwhile, as updates would still change them."""
-        from mpishard.torch.buffers import some
-
-        late = [
-            entry.name
-            for entry, parameter in zip(self._entries, self._placed.parameters, strict=True)
-            if entry.trainable and not parameter.requires_grad and entry.name not in frozen
-        ]
-        if late:
-            raise ShardingError(
-                f"parameter {some(late)} of {self._name} requires no gradient any more, but weight "
-                f"decay and momentum would still change it: {_FREEZE % late[0]}"
-            )
-
-    def _name_unused(self, ranks: CommunicationBackend, frozen: Collection[str]) -> None:
-        """Name the parameters that no rank used in the first step. Collective."""
-        from mpishard.torch.buffers import some
-
-        used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
-        unused = [
-            entry.name for entry, is_used in zip(self._entries, used, strict=True)
-            if not is_used and entry.name not in frozen
-        ]  # fmt: skip
-        # Without any sample no rank uses a parameter.
-        if self._is_first and used.any() and unused:
-            _log.warning(
-                "no rank used parameter %s of %s in the first step. Unlike PyTorch, a parameter "
-                "without a gradient is updated with a gradient of 0: weight decay and momentum "
-                "still change it. To leave it out, %s", some(unused), self._name,
-                _FREEZE % unused[0],
-            )  # fmt: skip
+    @property
+    def may_use_some(self) -> bool:
+        return True
 
     @property
     def computes_together(self) -> bool:
@@ -309,7 +266,7 @@ class TorchModel(PlacedVectorModel):
             for index, parameter in enumerate(self._placed.parameters):
                 parameter.grad = None
                 if parameter.requires_grad:
-                    take = functools.partial(self._hand_over, receive, index)
+                    take = functools.partial(_hand_over, receive, index)
                     handles.append(self._placed.hook(index, take))
             output.backward(torch.from_numpy(loss.backward(saved)).to(output.dtype))
         finally:
@@ -318,13 +275,9 @@ class TorchModel(PlacedVectorModel):
             for parameter in self._placed.parameters:
                 parameter.grad = None
 
-    def _hand_over(
-        self, receive: Callable[[int, Array], None], index: int, gradient: Array | None
-    ) -> None:
-        if gradient is None:
-            return
-        if self._used is not None:
-            self._used[index] = 1
+
+def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Array | None) -> None:
+    if gradient is not None:
         receive(index, gradient)
 
 

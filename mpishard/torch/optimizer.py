@@ -25,6 +25,7 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.ranges import count_missed, missed_by
 from mpishard.torch.parameters import GradientPiece, Part, PlacedParameter
 from mpishard.torch.sharded import ShardedModule, module_of, part_of
 
@@ -185,11 +186,8 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             group["lr"] = rule.checked_rate(group["steps"])
         parts = [self._parts[id(tensor)] for tensor in group["params"]]
         owner = parts[0].owner
-        trained = [
-            part
-            for part in parts
-            if part.tensor.grad is not None and part.entry.name not in self._frozen
-        ]
+        parts = [part for part in parts if part.entry.name not in self._frozen]
+        trained = [part for part in parts if part.tensor.grad is not None]
         scale = 1.0
         if rule.clip_global_norm is not None:
             scale = rule.clip_factor(norm_of(trained))
@@ -204,6 +202,8 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         # Empty parts get a state, too, so that all ranks save the same kinds of arrays.
         ranges = [self._range(part) for part in trained]
         rule.update_all([owned for owned in ranges if owned.parameters.size], context)
+        unused = [part.entry.name for part in parts if part.tensor.grad is None]
+        count_missed(unused, group["numbers"])
         group["steps"] += 1
 
     def _range(self, part: Part) -> OwnedRange:
@@ -216,6 +216,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             _flat(part.tensor.grad),
             {name: _flat(vector) for name, vector in state.items()},
             (Segment(part.entry.name, 0, part.stop - part.start),),
+            missed_by(part.entry.name, self.param_groups[0]["numbers"]),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -10,15 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard import nn as ours
-from mpishard.adapters import TorchModel
+from mpishard.adapters import OptaxRule, TorchModel
+from mpishard.checkpoint import load, save
 from mpishard.communication import InMemoryCommunicationBackend as InMemory
 from mpishard.communication import run_in_threads
-from mpishard.errors import NoSampleError, PeerError, ShardingError, StructureOnlyError
+from mpishard.errors import PeerError, ShardingError, StructureOnlyError
 from mpishard.models import DDPModel, FSDPModel, HybridShardedModel
 from mpishard.optimizers import (
+    LBFGS,
     SGD,
+    Adam,
     AdamW,
+    Cosine,
     DDPOptimizer,
     FSDPOptimizer,
     HybridShardedOptimizer,
@@ -177,47 +183,171 @@ def test_equals_training_by_pytorch(
             close(flat(model.wrapped_model.module), parameters[step])
 
 
-@by_strategy
+LEAVES_OUT = {
+    "sgd": (
+        lambda: SGD(RATE, 0.9, weight_decay=0.3),
+        lambda p: torch.optim.SGD(p, RATE, momentum=0.9, weight_decay=0.3),
+    ),
+    "adam": (
+        lambda: Adam(RATE, weight_decay=0.3),
+        lambda p: torch.optim.Adam(p, RATE, weight_decay=0.3),
+    ),
+    "adamw": (
+        lambda: AdamW(Cosine(RATE, 9), weight_decay=0.3),
+        lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.3),
+    ),
+}  # fmt: skip
+LEFT = ["all", "all", "none", "one", "none", "all", "none"]
+"""The ranks whose batches take the left branch in each step; the others take the right one."""
+
+
+def branch_batch(step: int, rank: int) -> tuple[Any, Any]:
+    x, y = batch("mlp", step)
+    mine = slice(2 * rank, 2 * rank + 2 + rank % 2)
+    is_left = LEFT[step] == "all" or (LEFT[step] == "one" and rank == 0)
+    x = x[mine].copy()
+    x[:, 0] = 1 if is_left else -1
+    return x, y[mine]
+
+
+@functools.cache
+def branches_of_pytorch(rule: str, world_size: int) -> list[Any]:
+    """Parameters after each step, of PyTorch alone on the batches of all ranks."""
+    module, parameters = module_of(Branches, 0), []
+    optimizer = LEAVES_OUT[rule][1](module.parameters())
+    for step in range(len(LEFT)):
+        for group in optimizer.param_groups:
+            group["lr"] = LEAVES_OUT[rule][0]().rate_of_step(step)
+        optimizer.zero_grad()
+        total, samples = 0, 0
+        for rank in range(world_size):
+            x, y = map(torch.from_numpy, branch_batch(step, rank))
+            total = total + nn.functional.mse_loss(module(x), y) * len(x)
+            samples += len(x)
+        (total / samples).backward()
+        optimizer.step()
+        parameters.append(flat(module))
+    return parameters
+
+
+def take_branches(backend: Any, strategy: str, rule: str, **options: Any) -> tuple[Any, Any]:
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=1, **options)
+    plain = TorchModel(module_of(Branches, backend.rank), nn.functional.mse_loss)
+    return (
+        ms.as_distributed(plain, config, strategy),
+        ms.as_distributed(LEAVES_OUT[rule][0](), config, strategy),
+    )
+
+
+@pytest.mark.parametrize("rule", LEAVES_OUT)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 @by_path
+@in_worlds(1, 2, 3, 4)
+def test_a_parameter_that_no_rank_uses_is_left_out_as_by_pytorch(
+    backend: Any, rule: str, strategy: str, path: str
+) -> None:
+    """Its values, moments and counts of updates stay; one rank that uses it is enough."""
+    model, optimizer = take_branches(backend, strategy, rule)
+    for step, expected in enumerate(branches_of_pytorch(rule, backend.world_size)):
+        optimizer.step(model, *branch_batch(step, backend.rank))
+        close(model.gather_full_parameters(), expected)
+
+
+@pytest.mark.parametrize("size", ["pipeline_parallel_size", "tensor_parallel_size"])
+@in_worlds(2, 4)
+def test_unused_parameters_are_left_out_on_a_mesh(backend: Any, size: str) -> None:
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    plain = TorchModel(module_of(Branches, 0), nn.functional.mse_loss)
+    model = ms.as_distributed(plain, config, "hybrid", **{size: 2})
+    rule = LEAVES_OUT["adamw"][0]()
+    optimizer = ms.as_distributed(rule, config, "hybrid", **{size: 2})
+    data_rank = model.engine.replica.dealt.rank
+    for step, expected in enumerate(branches_of_pytorch("adamw", backend.world_size // 2)):
+        optimizer.step(model, *branch_batch(step, data_rank))
+        close(model.gather_full_parameters(), expected)
+
+
+@by_strategy
+@in_worlds(1, 2, 4)
+def test_gradient_leaves_leave_unused_parameters_out(backend: Any, strategy: str) -> None:
+    model, optimizer = take_branches(backend, strategy, "adamw", gradient_leaves=4)
+    everyone = [branch_batch(step, 0) for step in range(len(LEFT))]
+    for (x, y), expected in zip(everyone, branches_of_pytorch("adamw", 1), strict=True):
+        mine = model.batch_indices(len(x))
+        optimizer.step(model, x[mine], y[mine])
+        close(model.gather_full_parameters(), expected)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@by_strategy
 @in_worlds(1, 2, 3)
-def test_ranks_may_use_different_branches(backend: Any, strategy: str, path: str) -> None:
-    samples = [np.full((2 + rank, 5), 0.1 * (-1) ** rank) for rank in range(backend.world_size)]
-    targets = [np.ones((len(x), 2)) for x in samples]
-    module = module_of(Branches, 0)
-    theirs = THEIRS["sgd"](module.parameters())
-    model = wrap(backend, Branches, strategy)
-    optimizer = optimizer_for(model, "sgd")
-    for _ in range(3):
-        theirs.zero_grad(set_to_none=False)
-        total = sum(
-            nn.functional.mse_loss(module(torch.from_numpy(x)), torch.from_numpy(y)) * len(x)
-            for x, y in zip(samples, targets, strict=True)
-        )
-        (total / sum(map(len, samples))).backward()
-        theirs.step()
-        optimizer.step(model, samples[backend.rank], targets[backend.rank])
-        close(model.gather_full_parameters(), flat(module))
+def test_a_parameter_that_one_accumulated_batch_uses_is_updated(
+    backend: Any, strategy: str, defer: bool
+) -> None:
+    """The batches of a round are those of all ranks; a batch that was given up does not count."""
+    model, optimizer = take_branches(backend, strategy, "adamw")
+    for step, expected in enumerate(branches_of_pytorch("adamw", backend.world_size)):
+        x, y = branch_batch(step, backend.rank)
+        with contextlib.suppress(KeyError), model.accumulate(defer=defer):
+            optimizer.step(model, -x, y)  # the other branch
+            raise KeyError
+        with model.accumulate(defer=defer):
+            optimizer.step(model, x[:1], y[:1])
+            model.compute_gradients(-x, y)  # which is no part of the round
+        optimizer.step(model, x[1:], y[1:])
+        close(model.gather_full_parameters(), expected)
 
 
 @by_strategy
 @in_worlds(1, 2, 3)
-def test_parameters_that_no_rank_uses_are_named_once(
-    backend: Any, strategy: str, caplog: Any
+def test_left_out_updates_are_counted_in_checkpoints(
+    backend: Any, strategy: str, shared_path: Any
 ) -> None:
-    """Ranks other than the first use the left branch."""
-    x = np.full((2, 5), 1.0 if backend.rank else -1.0)
-    model = wrap(backend, Branches, strategy)
-    optimizer = optimizer_for(model, "sgd")
-    for _ in range(3):
-        optimizer.step(model, x, np.ones((2, 2)))
-    backend.barrier()
-    said = [r.getMessage() for r in caplog.records if "no rank used" in r.getMessage()]
-    if backend.rank == 0:
-        rest = "and 1 more" if backend.world_size > 1 else "and 3 more"
-        first = "never.weight" if backend.world_size > 1 else "left.weight"
-        (only,) = said
-        assert f"parameter {first!r} {rest} of Branches in the first step" in only
-        assert "weight decay and momentum still change it" in only
+    expected = branches_of_pytorch("adamw", backend.world_size)
+    model, optimizer = take_branches(backend, strategy, "adamw")
+    for step in range(3):
+        optimizer.step(model, *branch_batch(step, backend.rank))
+    save(shared_path / "all", model, optimizer)
+    state = optimizer.serialize()
+    for way in ("files", "bytes"):
+        other, its = take_branches(backend, "zero1", "adamw")
+        load(shared_path / "all", other, its if way == "files" else None)
+        if way == "bytes":
+            its.bind(other)
+            its.deserialize(state)
+        for step in range(3, len(LEFT)):
+            its.step(other, *branch_batch(step, backend.rank))
+            close(other.gather_full_parameters(), expected[step])
+
+
+class AllBranches(Branches):
+    """It uses every parameter, some with the gradient 0."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + 0 * sum(p.sum() for p in self.parameters())
+
+
+def adam_of_optax() -> Any:
+    optax = pytest.importorskip("optax")
+    pytest.importorskip("jax").config.update("jax_enable_x64", val=True)
+    return OptaxRule(optax.adamw(RATE, weight_decay=0.3))
+
+
+@pytest.mark.parametrize("rule", [LBFGS, adam_of_optax])
+@by_strategy
+@in_worlds(1, 2)
+def test_rules_with_numbers_of_all_parameters_take_an_unused_one_for_gradient_0(
+    backend: Any, strategy: str, rule: Any
+) -> None:
+    """As the line search of PyTorch, and as optax do."""
+    found = []
+    for kind in (Branches, AllBranches):
+        model = wrap(backend, kind, strategy, seed=0)
+        optimizer = STRATEGIES[strategy][1](rule(), model.sharding_configuration)
+        for step in range(4):
+            optimizer.step(model, *branch_batch(step, backend.rank))
+        found.append(model.gather_full_parameters())
+    assert np.array_equal(*found)
 
 
 class Gated(nn.Module):
@@ -232,64 +362,26 @@ class Gated(nn.Module):
         return self.last(Silent.apply(self.first(x).tanh(), self.factor))
 
 
+@pytest.mark.parametrize("rule", LEAVES_OUT)
 @by_strategy
 @in_worlds(1, 3)
 def test_a_parameter_to_which_autograd_gives_no_gradient_is_unused(
-    backend: Any, strategy: str, caplog: Any
+    backend: Any, strategy: str, rule: str
 ) -> None:
     x, y = np.linspace(-1, 1, 30).reshape(6, 5), np.ones((6, 2))
     module = module_of(Gated, 0)
-    theirs = THEIRS["sgd"](module.parameters())
+    theirs = LEAVES_OUT[rule][1](module.parameters())
     model = wrap(backend, Gated, strategy)
-    optimizer = optimizer_for(model, "sgd")
+    optimizer = STRATEGIES[strategy][1](LEAVES_OUT[rule][0](), model.sharding_configuration)
     mine = rows(6, 0, backend.rank, backend.world_size)
-    for _ in range(2):
+    for step in range(2):
+        for group in theirs.param_groups:
+            group["lr"] = LEAVES_OUT[rule][0]().rate_of_step(step)
         nn.functional.mse_loss(module(torch.from_numpy(x)), torch.from_numpy(y)).backward()
         theirs.step()
         theirs.zero_grad()
         optimizer.step(model, x[mine], y[mine])
         close(model.gather_full_parameters(), flat(module))
-    backend.barrier()
-    said = [r.getMessage() for r in caplog.records if "no rank used" in r.getMessage()]
-    assert backend.rank or "parameter 'factor' of Gated" in said[0]
-
-
-@by_strategy
-@in_worlds(1, 2)
-def test_unused_parameters_that_the_optimizer_freezes_are_not_named(
-    backend: Any, strategy: str, caplog: Any
-) -> None:
-    model = wrap(backend, Branches, strategy)
-    frozen = {pattern: {"frozen": True} for pattern in ("left.*", "never.*")}
-    kind = STRATEGIES[strategy][1]
-    optimizer = kind(SGD(RATE, parameter_options=frozen), model.sharding_configuration)
-    optimizer.step(model, -np.ones((2, 5)), np.ones((2, 2)))
-    backend.barrier()
-    assert "no rank used" not in caplog.text
-
-
-@by_strategy
-@in_worlds(1, 2)
-def test_a_step_without_samples_names_no_parameter(
-    backend: Any, strategy: str, caplog: Any
-) -> None:
-    model = wrap(backend, Branches, strategy)
-    optimizer = optimizer_for(model)
-    with pytest.raises(NoSampleError):
-        optimizer.step(model, np.ones((0, 5)), np.ones((0, 2)))
-    assert "no rank used" not in caplog.text
-
-
-@in_worlds(2, 4)
-def test_unused_parameters_are_named_once_on_a_mesh(backend: Any, caplog: Any) -> None:
-    config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
-    plain = TorchModel(module_of(Branches, 0), nn.functional.mse_loss)
-    model = HybridShardedModel(plain, config, pipeline_parallel_size=2)
-    optimizer = HybridShardedOptimizer(SGD(RATE), config, pipeline_parallel_size=2)
-    optimizer.step(model, np.ones((2, 5)), np.ones((2, 2)))
-    backend.barrier()
-    if backend.rank == 0:
-        assert caplog.text.count("no rank used") == 1
 
 
 @pytest.mark.parametrize("defer", [False, True])

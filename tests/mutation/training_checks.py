@@ -241,7 +241,7 @@ class Drifting(Shifted):
         super().__init__(seed)
         self.pace = 0.1 + seed
 
-    def settle(self, ranks: Any, frozen: Any) -> bool:
+    def settle(self, ranks: Any) -> bool:
         self.shift = ranks.broadcast(self.shift.copy(), root=0)
         return True
 
@@ -264,6 +264,35 @@ def a_placed_model(problems: Any) -> None:
         return losses, model.get_parameters(), [loss, again], gradient
 
     as_in_one_process(body, *PATHS)
+
+
+class Partial(Shifted):
+    """Only rank 1 uses its first parameter."""
+
+    may_use_some = True
+
+    def backward_pass(self, saved: Any, receive: Any) -> None:
+        everything = super().backward_pass
+        everything(saved, lambda index, g: receive(index, g) if index or self.shift == 2 else None)
+
+    def deal_beside(self, world: Any, ranks: Any) -> None:
+        pass
+
+
+@check
+def a_parameter_that_one_rank_uses(problems: Any) -> None:
+    """Every rank updates it."""
+
+    def body(backend: Any) -> None:
+        rule = ms.optimizers.SGD(0.05, weight_decay=0.5)
+        model, optimizer = of(backend, Partial(backend.rank), "ddp", rule)
+        before = model.get_parameters()
+        optimizer.step(model, *problems.batch("mlp", 0))
+        everyone = backend.all_gather(model.get_parameters()[None])
+        close(everyone[1:], everyone[:-1])
+        assert (everyone[0] != before).all()
+
+    run(body, "messages")
 
 
 @check

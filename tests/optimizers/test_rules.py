@@ -25,6 +25,7 @@ from mpishard.optimizers import (
     UpdateContext,
     WarmUp,
 )
+from mpishard.optimizers.rules.ranges import count_missed
 
 STEPS = 20
 LENGTH = 100_000  # several chunks
@@ -275,6 +276,32 @@ def test_lamb_takes_norms_in_float64():
     g = np.ones(LENGTH, np.float32)
     LAMB(0.5).update(p, g, state, [Segment("w", 0, LENGTH)], UpdateContext(1, 0.5, 1.0))
     np.testing.assert_allclose(p, 0.5e-30, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------- left-out parameters
+
+
+@pytest.mark.parametrize("own_rate", [False, True])
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, LAMB])
+def test_a_left_out_parameter_counts_its_own_updates_and_schedules_count_all(kind, own_rate):
+    schedule = Cosine(0.1, 9)
+    options = {"b": {"learning_rate": schedule}} if own_rate else None
+    rule = kind(0.05 if own_rate else schedule, weight_decay=0.1, parameter_options=options)
+    p, g = np.linspace(-1, 1, 40), np.cos(np.arange(40.0))
+    state = {name: np.zeros(40) for name in rule.needed_state()}
+    expected, of_b = p.copy(), {name: np.zeros(15) for name in rule.needed_state()}
+    segments, numbers = (Segment("a", 0, 20), Segment("b", 20, 35), Segment("c", 35, 40)), {}
+    for step, unused in enumerate([set(), {"b"}, {"b", "c"}, set()]):
+        whole = OwnedRange(p, g, state, segments)
+        context = UpdateContext(step + 1, rule.rate_of_step(step), 1.0, numbers=numbers)
+        rule.update_all(list(whole.without(unused, numbers)), context)
+        count_missed(unused, numbers)
+        if not unused:
+            own = kind(schedule(step), weight_decay=0.1)
+            context = UpdateContext(1 if step == 0 else 2, schedule(step), 1.0)
+            own.update(expected[20:35], g[20:35], of_b, [Segment("b", 0, 15)], context)
+    np.testing.assert_array_equal(p[20:35], expected[20:35])
+    assert numbers == {"missed": {"b": 2, "c": 1}}
 
 
 # ------------------------------------------------------------------------------ cuts and options

@@ -67,6 +67,35 @@ def test_a_rule_updates_owned_parts(backend, name, strategy):
     assert nets.difference(model, expected(RULES[name](), 4).state_dict()) < 1e-13
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("rule", "theirs"), [("Adam", torch.optim.Adam), ("AdamW", torch.optim.AdamW)]
+)
+@in_worlds(1, 3)
+def test_rules_count_the_updates_of_each_parameter_as_pytorch(
+    backend, strategy, rule, theirs, shared_path
+):
+    """Branches are used in some steps only, also after a checkpoint."""
+    mst.init()
+    x, _ = nets.batch("mlp")
+    made = getattr(ms.optimizers, rule)
+    model, expected = (nets.make(nets.Branches) for _ in range(2))
+    mst.shard(model, strategy, minimum_unit_size=1)
+    optimizer = mst.optimizer(made(1e-2, weight_decay=0.3), model)
+    alone = theirs(expected.parameters(), lr=1e-2, weight_decay=0.3)
+    for step, left in enumerate([True, False, False, True, False, True]):
+        for m, o in ((model, optimizer), (expected, alone)):
+            o.zero_grad()
+            m(x, left=left).square().sum().backward()
+            o.step()
+        assert nets.difference(model, expected.state_dict()) < 1e-12
+        if step == 2:
+            mst.save(shared_path / "run", model, optimizer)
+            model = mst.shard(nets.make(nets.Branches), "zero1", minimum_unit_size=1)
+            optimizer = mst.optimizer(made(1e-2, weight_decay=0.3), model)
+            mst.load(shared_path / "run", model, optimizer)
+
+
 @pytest.mark.parametrize(("first", "then"), [("fsdp", "ddp"), ("ddp", "zero1")])
 @in_worlds(2, 3)
 def test_a_run_goes_on_from_a_checkpoint_and_from_a_state_dict(backend, shared_path, first, then):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpishard.arrays import Array
+from mpishard.communication import ReductionOperation
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
@@ -126,7 +129,7 @@ class Passes:
         compresses = engine.config.enable_gradient_compression
         this = BackwardPass(not round_.is_open, is_last, round_.defers, compresses)
         own = engine.run_pass(x, y, self.store, this=this, sample_start=sample_start)
-        round_.add(*own)
+        round_.add(*own, engine.program.used or ())
         return own
 
     def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
@@ -142,7 +145,20 @@ class Passes:
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         gradients = self.store.owned(engine.pieces.updated)
-        return Reduced(gradients, engine.report(total, weight, squared), finish=self.finish)
+        report = replace(engine.report(total, weight, squared), unused=self.unused(engine))
+        return Reduced(gradients, report, finish=self.finish)
+
+    def unused(self, engine: Engine) -> frozenset[str]:
+        """Return the trained parameters that no rank's pass of the round used. Collective."""
+        program = engine.program
+        if program.used is None:
+            return frozenset()
+        trained = [e.name for e in program.entries if e.name not in program.frozen]
+        mine = np.array([name in engine.round.used for name in trained], np.uint8)
+        used = engine.backend.all_reduce(
+            mine, ReductionOperation.MAX, subject=engine.layout.subject
+        )
+        return frozenset(name for name, is_used in zip(trained, used, strict=True) if not is_used)
 
     def model_changed(self) -> None:
         """Hook: the passes have changed the model's state besides parameters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,11 +58,14 @@ class StepReport:
     ``weight`` is their total weight. ``gradient_norm`` is the Euclidean norm of the mean gradient
     before clipping, None for a step that only accumulated. With `LocalSGDOptimizer` it is the norm
     of this rank's replica; with ``auto_sync_gradients=False`` all three are of its own samples.
+    ``unused`` has the names of the trained parameters to which no rank's pass gave a gradient, as
+    a module of PyTorch may: rules leave them out.
     """
 
     loss: float
     weight: float
     gradient_norm: float | None
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -137,6 +140,8 @@ class Round:
         Sums of losses and weights over this rank's samples.
     parts : list of (float, float)
         Sum and weight of the loss of each pass that this rank has added.
+    used : set of str
+        Parameters to which a pass gave a gradient: see `Program.used`.
     wishes : Wishes or None
         Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
@@ -149,18 +154,20 @@ class Round:
         self.defers = False
         self.loss = self.weight = 0.0
         self.parts: list[tuple[float, float]] = []
+        self.used: set[str] = set()
         self.wishes: Wishes | None = None
         self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
         self._axis = replica.dealt
         self._config = config
 
-    def add(self, loss: float, weight: float) -> None:
-        """Count one pass, with the sum and weight of its loss."""
+    def add(self, loss: float, weight: float, used: Collection[str]) -> None:
+        """Count one pass, with the sum and weight of its loss, and the parameters it used."""
         self.is_open = True
         self.loss += loss
         self.weight += weight
         self.parts.append((loss, weight))
+        self.used.update(used)
 
     @property
     def passes(self) -> int:
@@ -173,6 +180,7 @@ class Round:
         self.is_open = False
         self.loss = self.weight = 0.0
         self.parts.clear()
+        self.used.clear()
         self._samples = 0
 
     def require_none(self, purpose: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Self
 
@@ -84,16 +84,19 @@ class IPlaceableModel(ABC):
         ``ranks`` are those that draw different random numbers.
         """
 
-    def settle(self, ranks: CommunicationBackend, frozen: Collection[str]) -> bool:
+    def settle(self, ranks: CommunicationBackend) -> bool:
         """Take the state besides parameters that passes of rank 0 have changed. Collective.
-
-        ``frozen`` has the names of the parameters that are not trained.
 
         Returns
         -------
         bool
             Whether any rank has such state.
         """
+        return False
+
+    @property
+    def may_use_some(self) -> bool:
+        """True if a pass may give some parameters no gradient, and updates then leave them out."""
         return False
 
     @property
@@ -161,6 +164,7 @@ class PlacedProgram(WholeProgram):
         self.vector = ModelVector(Placement.whole(self.entries))
         self.units = units_of_modules(self.entries, config.minimum_parameter_group_size)
         self.kept = frozenset()
+        self.used = set() if model.may_use_some else None
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Any) -> Any:
@@ -187,7 +191,7 @@ class PlacedProgram(WholeProgram):
         self._model.deal_beside(backend, self.replica.dealt)
 
     def settle(self, backend: CommunicationBackend) -> bool:
-        return self._model.settle(backend, self.frozen)
+        return self._model.settle(backend)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed
@@ -221,6 +225,8 @@ class PlacedProgram(WholeProgram):
         arrivals = Arrivals(self.units, self.entries, gradients, self.frozen_units)
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)
+        if self.used is not None:
+            self.used = arrivals.names
         arrivals.finish()
 
 
@@ -240,6 +246,11 @@ class Arrivals:
         Indices of the units without a trained parameter.
     scale : float
         Factor of all gradients.
+
+    Attributes
+    ----------
+    names : set of str
+        Names of the parameters whose gradients have come.
     """
 
     def __init__(
@@ -250,6 +261,7 @@ class Arrivals:
         without_gradient: frozenset[int],
         scale: float = 1.0,
     ) -> None:
+        self.names: set[str] = set()
         self._scale = scale
         self._without_gradient = without_gradient
         self._units = units
@@ -280,6 +292,7 @@ class Arrivals:
                 "torch.utils.checkpoint"
             )
         self._missing[unit].remove(index)
+        self.names.add(self._entries[index].name)
         self._waiting[unit].append((index, gradient))
         # One unit after the other: autograd's order may differ between ranks, the order of
         # messages may not.

@@ -154,6 +154,9 @@ class Program(ABC):
         Seed of that randomness: rank 0's, on every rank.
     frozen : frozenset of str
         Names of the parameters that training leaves as they are.
+    used : set of str or None
+        Names of the parameters to which this rank's last pass gave a gradient. None if every pass
+        gives one to all that are trained.
     default_loss : ILossFunction or None
         The model's own loss, as it was when the model was wrapped: a model may return a new object
         at each access.
@@ -170,6 +173,7 @@ class Program(ABC):
     is_random: bool = False
     seed: int = 0
     frozen: frozenset[str] = frozenset()
+    used: set[str] | None = None
     default_loss: ILossFunction | None = None
 
     def freeze(self, names: frozenset[str]) -> None:

@@ -199,6 +199,10 @@ class ExchangedPasses(Passes):
             self.store.spread()
         return own
 
+    def unused(self, engine: Engine) -> frozenset[str]:
+        """Return no parameter: its sums may be those of an earlier step, or errors of codes."""
+        return frozenset()
+
     def sums(self) -> list[Array]:
         """Return writable views of this rank's parts; ``spread`` follows after they are written."""
         pieces = [part.piece for part in self.exchange.parts]

@@ -57,7 +57,7 @@ class LAMB(Adam, JointRule):
             blocks = []
             for p, g, m, v in self._chunks(owned, span):
                 self._update_moments(g, m, v, context.gradient_scale)
-                direction = self._direction(p, m, v, span.weight_decay, context.step)
+                direction = self._direction(p, m, v, span.weight_decay, context.step - owned.missed)
                 # In float64, because the squares of small float32 numbers are 0.
                 blocks.append(
                     xp.stack([block_squares(a.astype(np.float64)) for a in (p, direction)])
@@ -69,7 +69,7 @@ class LAMB(Adam, JointRule):
             ratio = length / step_length if length > 0 and step_length > 0 else 1.0
             rate = self._rate_in(span, context) * ratio
             for p, _g, m, v in self._chunks(owned, span):
-                direction = self._direction(p, m, v, span.weight_decay, context.step)
+                direction = self._direction(p, m, v, span.weight_decay, context.step - owned.missed)
                 direction *= rate
                 p[...] -= direction
 

@@ -77,6 +77,7 @@ class LBFGS(JointRule):
 
     searches = True
     state_names: ClassVar[tuple[str, ...]] = ("base", "base_gradient", "direction")
+    updates_unused = True
     checks = JointRule.checks | {
         "c1": fraction, "c2": fraction, "max_line_search": as_count, "memory": as_count,
     }  # fmt: skip

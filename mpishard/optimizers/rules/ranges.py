@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]
 """A parameter's name, and the number of its part; see `Segment`."""
+
+_MISSED = "missed"
+"""Key, in the numbers of a rule, of the updates that have left parameters out, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class UpdateContext:
     order, and each place receives the sum of the whole parameter, for any number of ranks.
     ``loss`` is the mean loss at the parameters, None if it is not known. ``numbers`` holds the
     values, as JSON, that a rule keeps between updates besides its vectors. It belongs to the
-    caller, who saves it with the state.
+    caller, who saves it with the state. ``missed`` is that of the range: see `OwnedRange`.
     """
 
     step: int
@@ -55,6 +58,7 @@ class UpdateContext:
     parameter_names: Sequence[str] = ()
     loss: float | None = None
     numbers: dict[str, Any] = field(default_factory=dict)
+    missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,47 @@ class OwnedRange:
     """The views that a rule updates: one owned piece in 1-D views of one length.
 
     ``gradients`` may be read-only. ``state`` has one view per name of `Optimizer.needed_state`;
-    ``segments`` name the parameters that the range cuts through.
+    ``segments`` name the parameters that the range cuts through. ``missed`` is the number of
+    updates that have left these parameters out, because they had no gradient.
     """
 
     parameters: Array
     gradients: Array
     state: Mapping[str, Array]
     segments: Sequence[Segment]
+    missed: int = 0
+
+    def without(self, unused: Collection[str], numbers: Mapping[str, Any]) -> Iterator[OwnedRange]:
+        """Yield the parts outside the parameters ``unused``, each with its number of ``missed``."""
+
+        def missed(segment: Segment) -> int | None:
+            return None if segment.name in unused else missed_by(segment.name, numbers)
+
+        for count, group in groupby(self.segments, missed):
+            if count is None:
+                continue
+            segments = [*group]
+            start, stop = segments[0].start, segments[-1].stop
+            yield OwnedRange(
+                self.parameters[start:stop],
+                self.gradients[start:stop],
+                {name: vector[start:stop] for name, vector in self.state.items()},
+                tuple(replace(s, start=s.start - start, stop=s.stop - start) for s in segments),
+                count,
+            )
+
+
+def missed_by(name: str, numbers: Mapping[str, Any]) -> int:
+    """Return the number of updates that have left a parameter out: see `count_missed`."""
+    missed: Mapping[str, int] = numbers.get(_MISSED, {})
+    return missed.get(name, 0)
+
+
+def count_missed(unused: Collection[str], numbers: dict[str, Any]) -> None:
+    """Note in a rule's ``numbers`` that an update has left out the parameters ``unused``."""
+    if unused:
+        before = numbers.get(_MISSED, {})
+        numbers[_MISSED] = before | {name: missed_by(name, numbers) + 1 for name in sorted(unused)}
 
 
 def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segment, ...]:

@@ -110,6 +110,8 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # not for LAMB, which scales each parameter separately
     searches: ClassVar[bool] = False  # an update takes several evaluations: see `LBFGS`
+    # Its numbers are those of all parameters: one without a gradient has the gradient 0.
+    updates_unused: ClassVar[bool] = False
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         """Make a rule; refuse a setting that it does not have, and name the one that is meant.
@@ -197,8 +199,9 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         for owned in ranges:
             returned: Any = self.update(  # type: ignore[func-returns-value]
-                owned.parameters, owned.gradients, owned.state, owned.segments, context
-            )
+                owned.parameters, owned.gradients, owned.state, owned.segments,
+                replace(context, missed=owned.missed) if owned.missed else context,
+            )  # fmt: skip
             if returned is not None and returned is not owned.parameters:
                 raise TypeError(
                     f"{type(self).__name__}.update must change the parameters in place, as in "
@@ -234,8 +237,10 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         if self.clip_value is not None:  # then `run` scales the gradient before it clips it
             clip = context.gradient_scale, self.clip_value
             context = replace(context, gradient_scale=1.0)
+        # Schedules count all updates, and bias corrections those of the range.
+        own = replace(context, step=context.step - context.missed) if context.missed else context
         for span in self._option_ranges(segments):
-            body = self.body(self._rate_in(span, context), span.weight_decay, context)
+            body = self.body(self._rate_in(span, context), span.weight_decay, own)
             run(body, [None if a is None else a[span.start : span.stop] for a in whole], clip)
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:

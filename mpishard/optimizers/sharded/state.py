@@ -23,6 +23,7 @@ from mpishard.optimizers.rules.ranges import (
     OwnedRange,
     ParameterCells,
     UpdateContext,
+    count_missed,
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
@@ -181,6 +182,8 @@ class ModelState(CheckpointState):
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update the parameters that this rank updates: the rule of an engine's step."""
         self.run(self.rule.update_all, updates, report)
+        if not self.rule.updates_unused:
+            count_missed(report.unused, self.numbers)
         # The trials of a line search are evaluations of one update.
         self.steps += not (self.rule.searches and self.is_searching)
 
@@ -202,6 +205,8 @@ class ModelState(CheckpointState):
             OwnedRange(update.parameters, update.gradients, views, segments)
             for update, (segments, views) in zip(updates, self.parts, strict=True)
         ]
+        if not rule.updates_unused:
+            ranges = [p for r in ranges for p in r.without(report.unused, self.numbers)]
         context = UpdateContext(
             step=self.steps + 1,
             # A schedule is asked for the number of updates so far, which counts from 0.
