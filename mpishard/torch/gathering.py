@@ -121,7 +121,7 @@ class GatheredUnits:
         full = np.frombuffer(memory, layout.dtype)
         layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
         (own,) = self._store.owned([self._store.held[unit]])
-        subject = layout.subject_of(layout.units[unit])
+        subject = layout.subjects[unit]
         gather = layout.backend.all_gather_async(own, out=full, subject=subject)
         self._coming = unit, full, gather
 

@@ -608,7 +608,7 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
             return value
         owner = part.owner
         gathered = owner.backend.all_gather(
-            value.detach().contiguous().numpy(), subject=owner.layout.subject_of(part.unit)
+            value.detach().contiguous().numpy(), subject=owner.layout.subjects[part.unit.index]
         )
         return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
 

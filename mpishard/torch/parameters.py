@@ -106,7 +106,7 @@ class Place:
         if tensor.requires_grad and torch.is_grad_enabled():
             return method(tensor, *args, **kwargs)  # PyTorch refuses it.
         self.require_counted()
-        backend, subject = store.backend, store.layout.subject_of(self.unit)
+        backend, subject = store.backend, store.layout.subjects[self.unit.index]
         if method.__name__ in RANDOM:
             drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
             method(drawn, *args, **kwargs)

@@ -157,5 +157,5 @@ def nothing(*arguments: Any, **options: Any) -> None:
 
 
 barrier = progress = wait = wait_until_over = nothing
-_share = _finish_oldest = deal_constants = fill = finish = publish = nothing
+_finish_oldest = deal_constants = fill = finish = publish = nothing
 reduce = refresh = settle = synchronize = nothing

@@ -120,7 +120,7 @@ def test_a_gradient_travels_while_the_next_steps_are_computed(backend, layout):
 def test_a_step_sends_the_bytes_of_ddp(backend, layout):
     model, optimizer = build(backend, layout=layout, allow_staleness=2)
     optimizer.bind(model)
-    across = model.engine.replica.across or backend
+    across = model.engine.replica.across
     across.traffic.reset()
     backend.all_reduce(np.zeros(7))
     small = across.traffic.total_bytes

@@ -108,8 +108,8 @@ def dealt(model):
     """
     replica, placement = model.engine.replica, model.engine.placement
     found = []
-    count = 1 if replica.across is None else replica.data.world_size
-    place = 0 if replica.across is None else replica.data.rank
+    count = replica.data.world_size if replica.is_grouped else 1
+    place = replica.data.rank if replica.is_grouped else 0
     slices = [held.entry for held in placement.slices]
     alike = []
     if replica.is_on_mesh:  # what its ranks hold alike travels whole
@@ -139,7 +139,7 @@ def dealt(model):
                 if low < high:
                     found.append((list(placement.ranges(low, high)), None, low))
         for start_, stop_ in runs:
-            size = 1 if replica.across is None else replica.together.world_size
+            size = replica.together.world_size if replica.is_grouped else 1
             key = [unit.index] if size == 1 else [unit.index, replica.together.rank]
             key += [start_ - unit.start] if alike else []
             found.append((list(placement.ranges(start_, stop_)), key, start_))
@@ -200,8 +200,7 @@ def train_textbook(method, rule, model, steps, **options):
     """Return the parameters and the textbook, and the places of this rank's errors. Collective."""
     parts, mine = dealt(model)
     size = model.data_size  # of which each computes a part of the samples
-    across = model.engine.replica.across
-    count = size if across is None else across.world_size
+    count = model.engine.replica.across.world_size
     return *textbook_of(method, rule, size, count, pickle.dumps(parts), steps, **options), mine
 
 
@@ -272,7 +271,7 @@ def test_many_steps_are_the_textbooks(backend, method, layout):
     assert (backend.all_gather(found[None]) == found).all()
     require_equal_copies(model)
     # Errors are as long as this rank's part of the gradient.
-    across = model.engine.replica.across or backend
+    across = model.engine.replica.across
     errors = optimizer._state.errors
     assert errors.own.size == sum(map(len, places))
     own = np.concatenate([np.zeros(0), *(book.errors[across.rank][each] for each in places)])
@@ -327,7 +326,7 @@ def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype, l
     optimizer.bind(model)
     x = np.ones((4, 40), dtype)
     y = np.ones((4, 24), dtype)
-    across = replica.across or backend
+    across = replica.across
     backend.traffic.reset()
     backend.all_reduce(np.zeros(7))
     small = backend.traffic.total_bytes if across is backend else 0

@@ -170,7 +170,7 @@ class Engine:
             Inputs and targets, shape (samples, ...).
         settings : mapping of str to object, optional
             Values that the rule depends on, such as its rate. The ranks compare them, because
-            replicas that are updated with different rates would drift apart unnoticed.
+            replicas that are updated with different rates would differ unnoticed.
         sample_start : int, optional
             Index of this rank's first sample among those of all ranks and of the round. If it is
             not given and the program is random, the ranks exchange their numbers of samples; with
@@ -186,7 +186,7 @@ class Engine:
             batch together were given different ones.
         ShardingError
             On every rank, if the ranks accumulated different numbers of batches, or if
-            ``settings`` differ; if replicas have drifted apart and the step is to be synchronised.
+            ``settings`` differ; if replicas differ and the step is to be synchronised.
         NonFiniteLossError
             On every rank, if the loss or the gradient is not finite.
         """
@@ -267,7 +267,7 @@ class Engine:
         Raises
         ------
         ShardingError
-            If replicas have drifted apart; in the middle of a round of accumulation.
+            If replicas differ; in the middle of a round of accumulation.
         NonFiniteLossError
             On every rank, if the gradient is not finite.
         """

@@ -35,8 +35,7 @@ class Replicas:
     def __init__(self, parameters: ParameterStore, policy: Policy, replica: Replica) -> None:
         self._parameters = parameters
         self._policy = policy
-        self._is_on_mesh = replica.is_on_mesh
-        self._across = replica.across
+        self._replica = replica
         self.weight = 0.0
         self.agreements = 0
 
@@ -48,9 +47,9 @@ class Replicas:
         ValueError
             If gradients, state or parameters are sharded, or ranks of a mesh hold parts.
         """
-        if self._across is not None:
+        if self._replica.is_grouped:
             return
-        if self._is_on_mesh:
+        if self._replica.is_on_mesh:
             refuse_updates_alone("here ranks hold parts of one")
         if self._policy.shards_state:  # as all that shard anything do
             refuse_updates_alone("this strategy shards gradients or optimizer state")
@@ -63,9 +62,9 @@ class Replicas:
         ValueError
             With ``replica_size``.
         """
-        if self._across is not None:
+        if self._replica.is_grouped:
             refuse_several_replicas(
-                self._across.world_size, purpose,
+                self._replica.across.world_size, purpose,
                 "use LocalSGDOptimizer, GradientCompressionOptimizer or AsyncSGDOptimizer",
             )  # fmt: skip
 

@@ -169,11 +169,6 @@ class Round:
         self.parts.append((loss, weight))
         self.used.update(used)
 
-    @property
-    def passes(self) -> int:
-        """Number of passes that this rank has added."""
-        return len(self.parts)
-
     def end(self) -> None:
         """Reset, after an update or an error."""
         # `accumulates` is not reset here: it holds until its block ends, even after an error.
@@ -193,7 +188,7 @@ class Round:
         """
         if self.is_open:
             raise ShardingError(
-                f"{purpose} is not allowed during accumulation: the gradients of {self.passes} "
+                f"{purpose} is not allowed during accumulation: the gradients of {len(self.parts)} "
                 "batches of this rank are not yet applied. Call step() after the "
                 "accumulate() block first"
             )
@@ -238,7 +233,7 @@ class Round:
         backend = self._backend
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
         # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
-        own = np.array([self.passes + 0.5 * self.accumulates, mark])
+        own = np.array([len(self.parts) + 0.5 * self.accumulates, mark])
         wished = () if self.wishes is None else self.wishes.own
         message = np.array([*own, *(own * own), *wished, *message])
         sums = backend.all_reduce(message, subject=self._subject)
@@ -246,12 +241,12 @@ class Round:
             self.wishes.exchanged(sums[4:6])
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
-        total, weight, squared = (float(v) for v in fold(sums[4 + len(wished) :]))
+        total, weight, squared = map(float, fold(sums[4 + len(wished) :]))
         if not same[0]:
             raise ShardingError(
                 f"the ranks have accumulated different numbers of batches: rank {backend.rank} "
-                f"has {self.passes}, all {backend.world_size} ranks together {int(sums[0])}. One "
-                "rank did not enter accumulate(), or left it by an exception that its script "
+                f"has {len(self.parts)}, all {backend.world_size} ranks together {int(sums[0])}. "
+                "One rank did not enter accumulate(), or left it by an exception that its script "
                 "caught. Nothing was updated, and every rank drops its accumulated gradients"
             )
         if not same[1]:
@@ -260,7 +255,7 @@ class Round:
                 f"step {step}: the settings of the update differ between ranks; by rank, {found}. "
                 "Nothing was updated; give every rank the same settings"
             )
-        if not all(math.isfinite(v) for v in (total, weight, squared)):
+        if not all(map(math.isfinite, (total, weight, squared))):
             losses = []
             if not self._config.allow_nonfinite:
                 # All ranks see the same sums, so that all come here: another collective is safe.

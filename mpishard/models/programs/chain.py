@@ -297,7 +297,7 @@ class LayerChain:
                 saved = activations.pop()
                 if not views:
                     upcoming = self._back_from(index, activations, first)
-                    following = self._following(group, () if parameters.is_whole else upcoming)
+                    following = None if parameters.is_whole else self._following(group, upcoming)
                     views = self._open(group, parameters, following)
                     if is_whole:
                         targets = self._targets(group, gradients, unwritten)

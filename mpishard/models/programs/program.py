@@ -61,11 +61,11 @@ class Replica:
     members : sequence of sequence of int
         World ranks that compute each part of a batch, by rank of ``dealt``.
     dealt : CommunicationBackend
-        The ranks that divide the samples of a batch: ``data``, unless replicas are trained apart.
-    across : CommunicationBackend or None
-        The ranks that hold the same part of the other replicas, if these are trained apart.
-    together : CommunicationBackend
-        The ranks of one replica, if these are trained apart.
+        The ranks that divide the samples of a batch: ``data``, unless ranks form groups.
+    is_grouped : bool
+        Whether ranks form groups, each of which trains a replica apart.
+    together, across : CommunicationBackend
+        The ranks of this group, and those that hold the same part in each group; by default all.
     speaks : bool
         Whether this rank, of all that compute its batch, adds the loss to sums over ranks.
     is_on_mesh : bool
@@ -75,20 +75,21 @@ class Replica:
     is_on_mesh = False
 
     def __init__(self, world: CommunicationBackend) -> None:
-        self.world = self.data = self.dealt = self.together = world
-        self.across: CommunicationBackend | None = None
+        self.world = self.data = self.dealt = self.together = self.across = world
+        self.is_grouped = False
         self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
         self.speaks = True
 
     def train_apart(self, mesh: ProcessMesh) -> None:
         """Train the replicas of ``mesh`` apart; inside a replica it has a data axis only."""
+        self.is_grouped = True
         self.data, self.dealt = mesh.data, mesh.samples
         self.together, self.across = mesh.together, mesh.replica
 
     @property
     def is_writer(self) -> bool:
         """True if this rank writes its pieces to checkpoints: only the first replica's ranks do."""
-        return self.across is None or self.across.rank == 0
+        return not self.is_grouped or self.across.rank == 0
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
         """Return the ranks that together update every parameter once; None if each updates all."""

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.arrays import Array, address, array_namespace, chunk_length, to_host
+from mpishard.arrays import Array, array_namespace, chunk_length, to_host
 from mpishard.communication import Arena, Work
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.store_layout import StoreLayout
@@ -234,8 +234,8 @@ class ReplicatedGradients(GradientStore):
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
         travels = carrier.mine[part]
-        work = self.backend.all_reduce_async(travels, subject=self.layout.subject_of(unit))
-        return _Reduction(work, full, travels)
+        work = self.backend.all_reduce_async(travels, subject=self.layout.subjects[unit.index])
+        return _Reduction(work, full, full if carrier is self._slot else travels)
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return self.local(pieces)
@@ -283,7 +283,7 @@ class ScatteredGradients(ReplicatedGradients):
         if not is_direct:
             allocate = self.layout.ledger.allocate
             result = allocate(MemoryCategory.SCRATCH, piece.length, ACCUMULATION)
-        work = carrier.reduce_into(result, part, subject=self.layout.subject_of(unit))
+        work = carrier.reduce_into(result, part, subject=self.layout.subjects[unit.index])
         return _Reduction(work, mine, result)
 
     def own_sums(self) -> list[Array]:
@@ -297,7 +297,7 @@ class ScatteredGradients(ReplicatedGradients):
                 continue
             full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
-            self.backend.all_gather(own, out=full, subject=self.layout.subject_of(piece.unit))
+            self.backend.all_gather(own, out=full, subject=self.layout.subjects[piece.unit.index])
 
 
 class NodeGradients(ScatteredGradients):
@@ -334,8 +334,8 @@ class NodeGradients(ScatteredGradients):
         # With compression the sum is rounded to bfloat16 in its buffer, as where it travels: all
         # ways of reducing give the same bits.
         result = carrier.mine[part][mine]
-        work = carrier.reduce_into(result, part, subject=self.layout.subject_of(unit))
-        return _Reduction(work, full[mine], result)
+        work = carrier.reduce_into(result, part, subject=self.layout.subjects[unit.index])
+        return _Reduction(work, result if carrier is self._slot else full[mine], result)
 
     def finish(self) -> None:
         # The next pass waits for it, in `target`: nothing writes to the gradient before.
@@ -477,7 +477,7 @@ class ShardedGradients(GradientStore):
             loans.append((self._scratch, scratch))
             result = scratch[: target.size]
         assert carrier is not None
-        work = carrier.reduce_into(result, whole, subject=self.layout.subject_of(unit))
+        work = carrier.reduce_into(result, whole, subject=self.layout.subjects[unit.index])
         self.in_flight.append(_Reduction(work, target, result, adds, loans))
 
     def abandon(self) -> None:
@@ -588,7 +588,8 @@ class _Reduction:
     work : Work
         The reduction.
     target, result : Array
-        The gradient that takes the result, and the array to which the reduction writes it.
+        The gradient that takes the result, and the array to which the reduction writes it: the same
+        object, or a buffer that is copied or added.
     adds : bool
         Whether the gradient is a sum, to which the result is added.
     loans : sequence of (list, object)
@@ -604,7 +605,7 @@ class _Reduction:
     def finish(self) -> None:
         target = self.target
         self.work.wait()
-        if address(self.result) != address(target):
+        if self.result is not target:
             values = array_namespace(target).asarray(self.result)
             if self.adds:
                 target += values

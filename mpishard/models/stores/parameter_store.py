@@ -131,7 +131,7 @@ class ReplicatedParameters(ParameterStore):
         target = self._vector[unit.start : unit.stop]
         if full is not None:
             copy_into(target, full)
-        self.backend.broadcast(target, root=0, subject=self.layout.subject_of(unit))
+        self.backend.broadcast(target, root=0, subject=self.layout.subjects[unit.index])
 
     def unshard(self, unit: Unit) -> Array:
         return self._full[unit.index]
@@ -176,6 +176,7 @@ class NodeParameters(ParameterStore):
         share = sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
         layout.book(MemoryCategory.PARAMETERS, vector, share)
         self._vector = vector
+        self._is_on_one_node = self.backend.node_count == 1
         self._shifts: list[int] = []
         position = 0
         for unit in layout.units:
@@ -192,12 +193,12 @@ class NodeParameters(ParameterStore):
         # Scattered, so that rank 0 is the only one that ever holds the whole unit.
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
         (mine,) = self.owned([self.held[unit.index]])
-        subject = self.layout.subject_of(unit)
+        subject = self.layout.subjects[unit.index]
         mine[...] = self.backend.scatter(full, root=0, counts=counts, subject=subject)
-        self._share([self.held[unit.index]])
+        self.publish([self.held[unit.index]])
 
     def refresh(self) -> None:
-        self._share(self.held)
+        self.publish(self.held)
 
     def unshard(self, unit: Unit) -> Array:
         return self._full[unit.index]
@@ -206,12 +207,9 @@ class NodeParameters(ParameterStore):
         return [self._view(p.unit, p.start, p.stop) for p in pieces]
 
     def publish(self, pieces: Sequence[Piece]) -> None:
-        self._share(pieces)
-
-    def _share(self, pieces: Sequence[Piece]) -> None:
         """Wait until all ranks have written their pieces, and fetch those of other nodes."""
         # On one node the values are where all ranks read them: a barrier tells that they are ready.
-        if self.backend.node_count == 1:
+        if self._is_on_one_node:
             self.backend.barrier(subject=self.layout.subject)
         else:
             _gather(self.layout, pieces, self._view)
@@ -307,7 +305,7 @@ class ShardedParameters(ParameterStore):
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
-        subject = self.layout.subject_of(unit)
+        subject = self.layout.subjects[unit.index]
         piece = self.backend.scatter(full, root=0, counts=counts, subject=subject)
         copy_into(self._shard[self.held[unit.index].in_shard], piece)
 
@@ -325,7 +323,7 @@ class ShardedParameters(ParameterStore):
         piece = self._shard[self.held[unit.index].in_shard]
         self._buffers[unit.index] = buffer
         self.in_flight[unit.index] = self.backend.all_gather_async(
-            piece, out=buffer[: unit.length], subject=self.layout.subject_of(unit)
+            piece, out=buffer[: unit.length], subject=self.layout.subjects[unit.index]
         )
 
     def unshard(self, unit: Unit) -> Array:
@@ -464,7 +462,7 @@ def _gather(
         layout.backend.all_gather_async(
             view(p.unit, p.start, p.stop),
             out=view(p.unit, p.unit.start, p.unit.stop),
-            subject=layout.subject_of(p.unit),
+            subject=layout.subjects[p.unit.index],
         )
         for p in pieces
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def aligned(length: int, dtype: np.dtype[Any]) -> int:
     return -(-length // line) * line
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoreLayout:
     """The division of a flat vector, the ranks that take part, and the ledger of memory.
 
@@ -69,9 +70,10 @@ class StoreLayout:
         """The same layout in host memory: pinned if a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)
 
-    def subject_of(self, unit: Unit) -> int:
-        """Return the number of ``unit`` in collectives, so that ranks cannot mix it with others."""
-        return unit_subject(self.subject, unit.index)
+    @cached_property
+    def subjects(self) -> tuple[int, ...]:
+        """The number of each unit in collectives, so that ranks cannot mix it with others."""
+        return tuple(unit_subject(self.subject, unit.index) for unit in self.units)
 
     @property
     def trained_units(self) -> tuple[Unit, ...]:

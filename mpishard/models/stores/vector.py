@@ -71,7 +71,7 @@ class ModelVector:
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
             values = (
-                layout.backend.gather(owned, root=root, subject=layout.subject_of(piece.unit))
+                layout.backend.gather(owned, root=root, subject=layout.subjects[piece.unit.index])
                 if is_sharded
                 else owned
             )

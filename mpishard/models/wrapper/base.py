@@ -465,7 +465,7 @@ class ShardedModelBase(IShardedModel):
         NoSampleError
             If no rank has a sample that counts, on every rank.
         ShardingError
-            If replicas have drifted apart; in the middle of a round of `accumulate`.
+            If replicas differ; in the middle of a round of `accumulate`.
         """
         return global_gradient(self.engine, x, y)
 
@@ -487,7 +487,7 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         ShardingError
-            If replicas have drifted apart.
+            If replicas differ.
         """
         return mean_loss(self.engine, x, y)
 
@@ -502,7 +502,7 @@ class ShardedModelBase(IShardedModel):
             As `set_parameters`; TypeError for a rate that is not a number, ValueError for one that
             is not finite, and for rates that differ between ranks.
         ShardingError
-            If replicas have drifted apart; in the middle of a round of `accumulate`.
+            If replicas differ; in the middle of a round of `accumulate`.
         """
         rate = as_number("learning_rate", learning_rate)
         if not math.isfinite(rate):
@@ -517,7 +517,7 @@ class ShardedModelBase(IShardedModel):
 
         After `compute_gradients` its gradient is replaced, in place, by the mean over the batches
         of all ranks, weighted as the loss weighs them: `apply_gradients` may follow. After steps
-        with ``auto_sync_gradients=False`` replicas have drifted apart: every rank gets their mean,
+        with ``auto_sync_gradients=False`` replicas differ: every rank gets their mean,
         weighted by the samples that each has used since they were equal. After one step of
         `train` the result is that of one step with the averaged gradient. Otherwise every step has
         reduced its gradients already, and this is a barrier.
@@ -565,7 +565,7 @@ class ShardedModelBase(IShardedModel):
         engine = self.engine
         return compare_replicas(
             engine.parameters, engine.placement, self.backend, engine.step_number,
-            is_on_mesh=engine.replica.is_on_mesh or engine.replica.across is not None,
+            is_on_mesh=engine.replica.is_on_mesh or engine.replica.is_grouped,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ shards and full parameters
@@ -752,7 +752,7 @@ class ShardedModelBase(IShardedModel):
         TypeError, ValueError
             For anything but a path, or a blank path, before anything is communicated.
         ShardingError
-            If replicas have drifted apart.
+            If replicas differ.
         OSError
             On every rank, if the checkpoint cannot be written: a PermissionError if permissions
             are the reason. An earlier checkpoint is unchanged.

@@ -208,7 +208,7 @@ def require_same_on_all_ranks(
     }
     has_loops = program.dtype == np.float32 and not program.device.is_gpu
     if isinstance(program, LayeredProgram) and has_loops:
-        # The two round differently: layers that tensor ranks replicate would drift apart.
+        # The two round differently: layers that tensor ranks replicate would differ.
         mine["passes of layers"] = "NumPy" if numba_module() is None else "numba"
         if config.precision is not None:
             found = library()
@@ -294,8 +294,8 @@ def make_mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
     if not policy.shards_state:
         return MixedParameters(layout, ReplicatedParameters(layout), copies)
     # Float32 parameters are never gathered in a step, only to read the model: no unit is kept.
-    apart = replace(layout, kept=frozenset(), arena=False)
-    return MixedParameters(layout, ShardedParameters(apart), copies)
+    private = replace(layout, kept=frozenset(), arena=False)
+    return MixedParameters(layout, ShardedParameters(private), copies)
 
 
 def make_gradient_store(

@@ -6,18 +6,16 @@ from mpishard.arguments import as_count
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.delayed_state import DelayedState
-from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.configuration import by_node
 from mpishard.sharding.refusals import refuse_line_search
 
 MOST_LATE = 1000
 """Most steps that a gradient may be late."""
 
 
-class AsyncSGDOptimizer(ShardedOptimizerBase):
+class AsyncSGDOptimizer(ReplicasOptimizer):
     """Updates with gradients of earlier steps, so that ranks need not wait for their sums.
 
     With ``allow_staleness=s`` the update of step t uses the gradient of step t - s, summed over all
@@ -29,10 +27,9 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     and no other optimizer reads it. After `apply_pending_gradients` it has none, and every
     optimizer reads it. An error drops them: the next s steps update nothing again.
 
-    A replica may be a group of ranks: the ``replica_size`` of the model's configuration. Inside a
-    replica the strategy is unchanged, and only gradients between replicas are late. Each rank
-    sends, and keeps under way, its own part of the gradient. If ``optimize`` wraps a plain model
-    and ``allow_staleness`` is above 0, a replica is a node, as with `LocalSGDOptimizer`.
+    A replica may be a group of ranks, as with `LocalSGDOptimizer`, and by default a node. Only
+    gradients between replicas are late. Each rank sends, and keeps under way, its own part of the
+    gradient.
 
     With ``allow_staleness=0`` each step is DDP's.
 
@@ -45,14 +42,12 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     allow_staleness : int
         Steps that each gradient may travel: 0 to 1000.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
-        Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
-        wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
+        Inside each replica: see `LocalSGDOptimizer`.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for other numbers, rules that search along a line, another
-        strategy, and one that shards without a ``replica_size``.
+        As `LocalSGDOptimizer`, and for other numbers.
     """
 
     _setting_names = ("allow_staleness",)
@@ -75,13 +70,12 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         if self.allow_staleness:
             if self._rule.searches:
                 refuse_line_search(type(self._rule).__name__, "gradients come late")
-            self._config = by_node(self._config)
             self._refused = {
                 "last_computed_gradients": "the last gradient is still on its way",
                 "apply_gradients": "a given gradient would overtake those on their way: use step, "
                 "or DDPOptimizer",
             }
-        self.model_class = model_of_replicas(strategy, self._config, type(self).__name__)
+        self._choose_replicas(strategy)
 
     @property
     def max_staleness(self) -> int:
@@ -98,16 +92,14 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         """
         return as_count("iteration", iteration, least=0) % (self.max_staleness + 1) == 0
 
-    def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
-        delay = self.allow_staleness
-        if delay or model.engine.replica.across is not None:
-            return DelayedState(self._rule, model, frozen, delay, type(self).__name__)
-        return super()._make_state(model, frozen)
+    @property
+    def _is_plain(self) -> bool:
+        return not self.allow_staleness
 
-    def _require_fit(self, model: ShardedModelBase) -> None:
-        require_replicas(model, type(self).__name__)
-        if self.allow_staleness or model.engine.replica.across is not None:
-            self._refuse_other_gradients(model)
+    def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
+        if self._is_plain:
+            return super()._make_state(model, frozen)
+        return DelayedState(self._rule, model, frozen, self.allow_staleness, type(self).__name__)
 
     def apply_pending_gradients(self) -> int:
         """Update with the gradients that are still under way. Collective.

@@ -17,14 +17,11 @@ from mpishard.models.engine.update import written_here
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
-from mpishard.optimizers.replicas.delayed_state import DelayedState
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, Part
+from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import Piece, ShardingConfiguration
-from mpishard.sharding.configuration import by_node
 from mpishard.sharding.refusals import refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {
@@ -34,14 +31,12 @@ _METHODS: dict[str, Callable[[float], Code]] = {
 }
 
 
-class GradientCompressionOptimizer(ShardedOptimizerBase):
+class GradientCompressionOptimizer(ReplicasOptimizer):
     """Updates with gradients that travel compressed between replicas, with error feedback.
 
-    The ``replica_size`` of the model's configuration is the number of ranks of a replica; inside a
-    replica the strategy is unchanged, with whole gradients. With None each rank is a replica. If
-    ``optimize`` wraps a plain model, a replica is a node, as with `LocalSGDOptimizer`. Each of the
-    R ranks of a replica exchanges its part, 1/R of the gradient, with the ranks that hold the same
-    part of the other replicas.
+    A replica may be a group of ranks, as with `LocalSGDOptimizer`, and by default a node. Inside it
+    gradients are whole. Each of its R ranks exchanges its part, 1/R of the gradient, with the ranks
+    that hold the same part of the other replicas.
 
     The error of a code is added to the next gradient, so that no part of a gradient is lost
     (Karimireddy et al., ICML 2019, algorithm 2). Both a replica's part of the gradient and the sums
@@ -87,14 +82,12 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     start_step : int
         Number of steps before the first compressed one, 0 or more.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
-        Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
-        wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
+        Inside each replica: see `LocalSGDOptimizer`.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a number outside its range, another method or strategy, and
-        a strategy that shards without a ``replica_size``.
+        As `LocalSGDOptimizer`; for a number outside its range, and another method.
     """
 
     _setting_names = "compression_ratio", "method", "error_feedback", "seed", "start_step"
@@ -129,24 +122,22 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             self.method = "top-k"
         elif method is None and self.use_quantization:
             self.method = "quantization"
-        if self.method is not None:
-            self._config = by_node(self._config)
-        self.model_class = model_of_replicas(strategy, self._config, type(self).__name__)
+        self._choose_replicas(strategy)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.method is None
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.method is None:
-            if model.engine.replica.across is None:
-                return super()._make_state(model, frozen)
-            return DelayedState(self._rule, model, frozen, 0, type(self).__name__)
+            return super()._make_state(model, frozen)
         return _CompressedState(
             self._rule, model, frozen, _METHODS[self.method](self.compression_ratio), self.seed,
             keeps_errors=self.error_feedback, start_step=self.start_step,
         )  # fmt: skip
 
     def _require_fit(self, model: ShardedModelBase) -> None:
-        require_replicas(model, type(self).__name__)
-        if self.method or model.engine.replica.across is not None:
-            self._refuse_other_gradients(model)
+        super()._require_fit(model)
         if self.method and self._rule.searches:
             refuse_line_search(type(self._rule).__name__, "compressed gradients are not exact")
 
@@ -167,7 +158,7 @@ class _CompressedState(ModelState):
     ) -> None:
         super().__init__(rule, model, frozen)
         self._code, self._seed, self._choices = code, seed, choices
-        self._across = model.engine.replica.across or model.backend
+        self._across = model.engine.replica.across
         self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
         model.engine.lend(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))

@@ -160,8 +160,7 @@ class ExchangedPasses(Passes):
 
     def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
         replica = engine.replica
-        self._is_alone = replica.across is None
-        across = replica.across or engine.world
+        self._is_alone, across = not replica.is_grouped, replica.across
         place: tuple[int, ...] = ()
         alike: list[tuple[int, int]] = []
         if self._is_alone:
@@ -183,7 +182,7 @@ class ExchangedPasses(Passes):
         self._inner = inner
         self.store = _Progressing(inner, across)
         found = UpdatePieces.of(engine.program, layout, engine.policy)
-        if replica.across is None:
+        if self._is_alone:
             return found
         # All replicas have the same sums: each counts a part.
         return replace(found, counted=tuple(dealt(found.counted, across.world_size, across.rank)))

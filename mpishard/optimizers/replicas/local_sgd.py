@@ -10,16 +10,14 @@ from mpishard.arguments import as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState
+from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.configuration import by_node
 from mpishard.sharding.refusals import refuse_line_search
 
 
-class LocalSGDOptimizer(ShardedOptimizerBase):
+class LocalSGDOptimizer(ReplicasOptimizer):
     """Updates each replica of a model alone; every H steps they agree on their parameters.
 
     The ``replica_size`` of the model's configuration is the number of ranks of a replica; inside a
@@ -81,13 +79,15 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     ------
     TypeError, ValueError
         As `ShardedOptimizerBase`; for a number outside its range, an outer rule that clips or
-        freezes, rules that search along a line, and another strategy or exchange.
+        freezes, rules that search along a line, another strategy or exchange, and a strategy that
+        shards without a ``replica_size``.
     """
 
     _refused = MappingProxyType({
         "last_computed_gradients": "no gradient of all ranks; each replica has its own",
         "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
     })  # fmt: skip
+    _sends_gradients = False
     _setting_names = tuple(field.name for field in fields(LocalSettings))
 
     def __init__(
@@ -103,8 +103,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         start_period: int = 1,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        self._config = by_node(self._config)
-        self.model_class = model_of_replicas(strategy, self._config, type(self).__name__)
         period = self.synchronization_period = as_count(
             "synchronization_period", synchronization_period
         )
@@ -129,6 +127,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 refuse_line_search(type(rule).__name__, "each replica has a function of its own")
         self.outer = outer
         self.exchange = exchange
+        self._choose_replicas(strategy)
 
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
@@ -136,10 +135,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         return LocalState(self._rule, model, frozen, LocalSettings(**self._settings()))
-
-    def _require_fit(self, model: ShardedModelBase) -> None:
-        require_replicas(model, type(self).__name__)
-        self._refuse_other_gradients(model, sends_gradients=False)
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""

@@ -52,7 +52,7 @@ class ReplicaPasses(Passes):
 
     def __init__(self, engine: Engine) -> None:
         # Replicas of one rank reduce nothing.
-        self._is_grouped = engine.replica.across is not None
+        self._is_grouped = engine.replica.is_grouped
 
     def require(self, engine: Engine) -> None:
         engine.replicas.require_drifting()
@@ -115,8 +115,8 @@ class LocalState(ModelState):
         engine = model.engine
         self._agreements = -1  # `agreements` of the engine's replicas at the last `_begin_period`
         # The ranks that have the same part of the other replicas, and that part.
-        self._is_grouped = engine.replica.across is not None
-        self._across = engine.replica.across or model.backend
+        self._is_grouped = engine.replica.is_grouped
+        self._across = engine.replica.across
         self._pieces: tuple[Piece, ...] = ()  # the trained pieces that this rank owns
         self._exchanges = self._make_exchanges()
         self._outer_steps = 0

@@ -15,7 +15,7 @@ from mpishard.arguments import check_path, require_type
 from mpishard.arrays import Array
 from mpishard.checkpoint.loading.restore import load_states
 from mpishard.checkpoint.saving.save import save_states
-from mpishard.communication import ReductionOperation
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.agreement import differences, same_outcome
 from mpishard.contracts import (
     ICheckpointableModel,
@@ -40,9 +40,7 @@ from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.refusals import (
     refuse_line_search,
-    refuse_rounding,
     refuse_updates_alone,
-    refuse_with_leaves,
 )
 
 
@@ -258,8 +256,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         NonFiniteLossError
             On every rank, if the gradient is not finite and that is not allowed.
         NotImplementedError
-            For a rule that searches along a line, and for an optimizer that delays gradients or
-            trains replicas apart.
+            For a rule that searches along a line, and for an optimizer whose ranks have no
+            gradient in common, or get it late.
         """
         self._require_offered("apply_gradients")
         self._require_model_of_this_kind(model)
@@ -405,24 +403,17 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Refuse a model of the right strategy that this optimizer cannot train."""
         model.engine.replicas.require_one(type(self).__name__)
 
-    def _refuse_other_gradients(
-        self, model: ShardedModelBase, *, sends_gradients: bool = True
-    ) -> None:
-        """Refuse choices of a model that contradict this optimizer's use of gradients."""
-        name, config = type(self).__name__, model.sharding_configuration
-        if model.gradient_leaves is not None:
-            refuse_with_leaves(model.gradient_leaves, name)
-        if not config.auto_sync_gradients:
-            refuse_updates_alone(f"{name} synchronizes the ranks", "leave out one of the two")
-        if sends_gradients and config.enable_gradient_compression:
-            refuse_rounding(name)
-
     def _refuse_second_model(self) -> None:
         if self._state is not None:
             raise ShardingError(
                 "this optimizer holds the state of another model; use an optimizer per model, or "
                 "reset() to forget the state"
             )
+
+    @property
+    def _with_equal_state(self) -> CommunicationBackend | None:
+        """The ranks that have the same state; None if each has a part of its own."""
+        return None if self.model_class.policy.shards_state else self.backend
 
     def synchronize_optimizer_state(self) -> None:
         """Give every rank rank 0's state. Collective.
@@ -436,14 +427,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             an `ElasticOptimizer`, which divides the state anew when the number of ranks changes.
         """
         self._require_offered("synchronize_optimizer_state")
-        across = None if self.model is None else self.model.engine.replica.across
-        if across is None and self.model_class.policy.shards_state:
+        ranks = self._with_equal_state
+        if ranks is None:
             raise NotImplementedError(
                 f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
                 "that no other rank has, so there is nothing to synchronise"
             )
         for vector in self.state.values():
-            (across or self.backend).broadcast(vector, root=0, subject=self._subject)
+            ranks.broadcast(vector, root=0, subject=self._subject)
         # Adam's bias corrections depend on the number of updates, too.
         own = np.array([self.steps])
         steps = int(self.backend.broadcast(own, root=0, subject=self._subject)[0])

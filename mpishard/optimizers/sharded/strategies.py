@@ -29,7 +29,6 @@ from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.refusals import refuse_one_replica
 
 _log = logging.getLogger("mpishard")
 
@@ -51,35 +50,6 @@ def data_model_class(strategy: str, **others: type[ShardedModelBase]) -> type[Sh
     if strategy not in known:
         raise ValueError(f"strategy must be one of {', '.join(known)}, got {strategy!r}")
     return known[strategy]
-
-
-def model_of_replicas(
-    strategy: str, config: ShardingConfiguration, optimizer: str
-) -> type[ShardedModelBase]:
-    """Return the model class of the strategy inside each replica of ``optimizer``.
-
-    Raises
-    ------
-    ValueError
-        For another strategy, or one that shards a replica of one rank.
-    """
-    found = data_model_class(strategy, hybrid=HybridShardedModel)
-    if strategy != "ddp" and config.replica_size is None:
-        refuse_one_replica(optimizer, f"strategy={strategy!r} without replica_size")
-    return found
-
-
-def require_replicas(model: ShardedModelBase, optimizer: str) -> None:
-    """Refuse a model that is sharded over all ranks: then it has only one replica.
-
-    Raises
-    ------
-    ValueError
-        For a model that was wrapped without ``replica_size``.
-    """
-    engine = model.engine
-    if engine.replica.across is None and (engine.policy.shards_state or engine.replica.is_on_mesh):
-        refuse_one_replica(optimizer, f"this {type(model).__name__}, wrapped without replica_size,")
 
 
 class DDPOptimizer(ShardedOptimizerBase):
