@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_stand_in.cuda import Memory, current
 
-__all__ = ["allocate", "call", "checked_scalar", "give", "ndarray"]
+__all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
 
 _KINDS = "biufc"
 _PRIVATE = object()
@@ -368,6 +368,13 @@ def _use(*arrays: ndarray) -> None:
                 f"the current device ({current.device})."
             )
         array._memory.read(array._host)
+
+
+def use(array: ndarray, *, writes: bool) -> None:
+    """A kernel on the current device reads ``array``, and may write it."""
+    _use(array)
+    if writes:
+        array._memory.write(array._host)
 
 
 def _known(dtype: Any) -> np.dtype[Any]:
