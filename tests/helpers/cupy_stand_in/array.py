@@ -113,7 +113,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     ) -> Any:
         count("reads")
         self._memory.read(self._host)
-        current.stream_on(self._memory.device).finish()
+        current.stream_on(self._memory.device).settle()
         if out is None:
             return self._host.copy(order="C")
         if not isinstance(out, np.ndarray):
@@ -199,6 +199,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
+            count("launches")
             self._memory.read(self._host)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
@@ -212,7 +213,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __getitem__(self, key: Any) -> ndarray:
         index, is_basic = _index(key)
         if is_basic:
-            return self._view(np.asarray(self._host[index]))
+            return self._view(_part(self._host, index))
         _use(self)
         count("launches")
         return give(self._host[index])
@@ -221,7 +222,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         index, is_basic = _index(key)
         if isinstance(value, np.ndarray):
             raise _NO_FILL
-        target = np.asarray(self._host[index])
+        target = _part(self._host, index)
         if not isinstance(value, ndarray):
             _require_near(self)
             count("launches")
@@ -312,7 +313,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         _use(self)
         count("launches")
         count("reads")
-        current.stream.finish()
+        current.stream.settle()
         return tuple(give(part) for part in self._host.nonzero())
 
     def dot(self, other: Any, out: Any = None) -> Any:
@@ -428,6 +429,14 @@ def use(array: ndarray, *, writes: bool) -> None:
     _use(array)
     if writes:
         array._memory.write(array._host)
+
+
+def _part(host: np.ndarray[Any, Any], index: Any) -> Any:
+    """``host[index]``, and a view of a single element, too."""
+    part = host[index]
+    if isinstance(part, np.ndarray):
+        return part
+    return host[(*index, ...) if isinstance(index, tuple) else (index, ...)]
 
 
 def _repeats(shape: tuple[int, ...], index: Any) -> bool:

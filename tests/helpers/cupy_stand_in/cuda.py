@@ -39,9 +39,9 @@ class Stream:
     def synchronize(self) -> None:
         """Wait until all that was begun is done."""
         count("waits")
-        self.finish()
+        self.settle()
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         """As `synchronize`, as a part of a copy to the host."""
         self.syncs += 1
         self.is_idle = True
