@@ -165,17 +165,20 @@ def beside(array: Array, other: Array) -> Array:
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """Do ``target[...] = source``, with each on the host or the current GPU.
+    """Do ``target[...] = source``, with the source on the host or any GPU.
 
     Parameters
     ----------
     target : Array
-        On a GPU, C-contiguous.
+        On the host, or C-contiguous on the current GPU.
     source : Array
         Array of the same shape.
     """
+    if not target.size:
+        return
     if is_device_array(target) == is_device_array(source):
-        target[...] = source
+        # CuPy assigns some shapes by a kernel, which cannot read another device's array.
+        target[...] = beside(source, target)
     elif isinstance(target, np.ndarray):
         contiguous = source.dtype == target.dtype and target.flags.c_contiguous
         target[...] = source.get(out=target) if contiguous else source.get()
@@ -184,10 +187,11 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def synchronize(array: Array) -> None:
-    """Wait until the GPU has finished this thread's work; do nothing for a host array."""
+    """Wait until the array's GPU has finished this thread's work; nothing for a host array."""
     xp = array_namespace(array)
     if xp is not np:
-        xp.cuda.get_current_stream().synchronize()
+        with xp.cuda.Device(array.data.device_id):
+            xp.cuda.get_current_stream().synchronize()
 
 
 @functools.cache  # once in a process

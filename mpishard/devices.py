@@ -119,8 +119,9 @@ class Device:
         """Allocate host memory, shape (length,), that the GPU reads and writes at full speed."""
         if not self.is_gpu:
             return np.empty(length, dtype)
-        nbytes = length * dtype.itemsize
-        memory = load_cupy().cuda.alloc_pinned_memory(max(1, nbytes))
+        nbytes, cuda = length * dtype.itemsize, load_cupy().cuda
+        # Not from CuPy's pool, which pins up to twice as much: a power of two.
+        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(1, nbytes)), 0)
         return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import platform
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -90,6 +91,44 @@ def test_an_array_that_only_exports_dlpack_is_read_in_its_own_memory(gpu):
         assert arrays.as_array(own) is own
     for other in (None, [1.0], 2.0, "text"):
         assert arrays.as_array(other) is other
+
+
+def two_gpus(gpu):
+    if gpu.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (1, 4), (4, 1), (2, 3), ()])
+def test_an_array_of_another_gpu_is_copied_whatever_its_shape(shape, gpu):
+    two_gpus(gpu)
+    with gpu.cuda.Device(1):
+        source = gpu.ones(shape)
+    target = gpu.zeros(shape)
+    arrays.copy_into(target, source)
+    assert (target.get() == 1).all()
+
+
+def test_the_gpu_of_an_array_is_waited_for(gpu):
+    two_gpus(gpu)
+    with gpu.cuda.Device(1):
+        array = gpu.zeros(4)
+    arrays.synchronize(array)
+    assert gpu.cuda.runtime.getDevice() == 0
+    errors = []
+
+    def change():
+        try:
+            with gpu.cuda.Device(1):
+                array[...] = 1
+                gpu.cuda.get_current_stream().synchronize()
+        except AssertionError as error:  # of the stand-in: a race
+            errors.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert array.get().tolist() == [1] * 4
 
 
 def test_a_chunk_is_as_many_bytes_for_every_dtype():

@@ -10,7 +10,7 @@ import autograd.numpy as anp
 import numpy as np
 from cupy_stand_in import installed
 from registry import CHECKS, PATHS, STEPS, STRATEGIES, as_in_one_process, check, is_late, of
-from worlds import agree, close, copies_under_way, idle, refused, run
+from worlds import agree, close, idle, refused, run
 
 import mpishard as ms
 from mpishard import nn
@@ -363,7 +363,7 @@ def offloads(problems: Any, *what: str) -> None:
         model.set_parameters(expected.parameters[0])
         close(model.get_parameters().get(), expected.parameters[0])
 
-    with installed(device_count=2), copies_under_way():
+    with installed(device_count=2):
         for strategy in STRATEGIES:
             with idle():
                 run(functools.partial(body, strategy=strategy))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, address, is_device_array
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]
@@ -116,6 +116,51 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
                 min(e.stop, piece.stop) - piece.start)
         for e in overlapping(entries, piece.start, piece.stop)
     )  # fmt: skip
+
+
+def joined(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
+    """Return the ranges, on a GPU with neighbours in memory as one, which one kernel updates.
+
+    Ranges are neighbours if each of their arrays ends where that of the next one begins, within one
+    allocation: the pieces of units, for example, which are cut from a flat vector.
+    """
+    found: list[list[OwnedRange]] = []
+    for owned in ranges:
+        if found and is_device_array(owned.parameters) and _are_neighbours(found[-1][-1], owned):
+            found[-1].append(owned)
+        else:
+            found.append([owned])
+    return [_join(run) if len(run) > 1 else run[0] for run in found]
+
+
+def _are_neighbours(first: OwnedRange, second: OwnedRange) -> bool:
+    return all(
+        a.base is not None
+        and a.base is b.base
+        and (a.base.ndim, a.base.dtype) == (1, a.dtype)
+        and address(a) + a.nbytes == address(b)
+        for a, b in zip(_arrays_of(first), _arrays_of(second), strict=True)
+    )
+
+
+def _arrays_of(owned: OwnedRange) -> list[Array]:
+    return [owned.parameters, owned.gradients, *owned.state.values()]
+
+
+def _join(run: Sequence[OwnedRange]) -> OwnedRange:
+    first, length, segments = run[0], 0, []
+    for owned in run:
+        segments += [
+            replace(s, start=s.start + length, stop=s.stop + length) for s in owned.segments
+        ]
+        length += int(owned.parameters.size)
+
+    def whole(part: Array) -> Array:
+        start = (address(part) - address(part.base)) // part.dtype.itemsize
+        return part.base[start : start + length]
+
+    state = {name: whole(part) for name, part in first.state.items()}
+    return OwnedRange(whole(first.parameters), whole(first.gradients), state, tuple(segments))
 
 
 def places_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:

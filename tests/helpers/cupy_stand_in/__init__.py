@@ -25,6 +25,7 @@ from cupy_stand_in import operators as _operators  # noqa: F401 - completes ndar
 from cupy_stand_in.array import ndarray
 from cupy_stand_in.cuda import Cuda
 from cupy_stand_in.functions import namespace
+from cupy_stand_in.kernels import RawKernel
 
 __all__ = ["installed"]
 
@@ -51,7 +52,7 @@ def installed(device_count: int = 1) -> Iterator[ModuleType]:
     ndarray [0 2 4]
     """
     module = ModuleType("cupy", __doc__)
-    vars(module).update(namespace(), ndarray=ndarray, cuda=Cuda(device_count))
+    vars(module).update(namespace(), ndarray=ndarray, RawKernel=RawKernel, cuda=Cuda(device_count))
     module.__stand_in__ = True  # type: ignore[attr-defined]
     before = sys.modules.get("cupy")
     sys.modules["cupy"] = module

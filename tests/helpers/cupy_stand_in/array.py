@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
 import numpy as np
 
-from cupy_stand_in.cuda import Memory, current
+from cupy_stand_in.counts import count
+from cupy_stand_in.cuda import Memory, current, is_pinned
 
-__all__ = ["allocate", "call", "checked_scalar", "give", "ndarray"]
+__all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
 
 _KINDS = "biufc"
 _PRIVATE = object()
@@ -18,17 +20,14 @@ _NO_FILL = ValueError("non-scalar numpy.ndarray cannot be used for fill")
 
 
 class _Flags:
-    """Contiguity, to be read only; there is no ``writeable``."""
-
-    __slots__ = ("c_contiguous", "f_contiguous", "owndata")
+    """Contiguity, to be read only. There is no ``writeable``; setting it changes nothing."""
 
     def __init__(self, host: np.ndarray[Any, Any], owndata: bool) -> None:
-        object.__setattr__(self, "c_contiguous", host.flags.c_contiguous)
-        object.__setattr__(self, "f_contiguous", host.flags.f_contiguous)
-        object.__setattr__(self, "owndata", owndata)
+        self._host, self._owndata = host, owndata
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"CuPy's flags have no {name!r} that could be set")
+    c_contiguous = property(lambda self: self._host.flags.c_contiguous)
+    f_contiguous = property(lambda self: self._host.flags.f_contiguous)
+    owndata = property(lambda self: self._owndata)
 
 
 class _Pointer:
@@ -70,6 +69,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        self._hand_over()
         interface = self._host.__array_interface__
         return {
             "shape": self.shape,
@@ -83,7 +83,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     # ----------------------------------------------------------------------- to and from the host
 
-    def __array__(self, dtype: object = None, copy: object = None) -> Any:
+    def __array__(self, dtype: object = None) -> Any:
         raise TypeError(
             "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct "
             "a NumPy array explicitly."
@@ -92,13 +92,28 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self._memory.device  # CUDA
 
-    def __dlpack__(self, **_: Any) -> ndarray:
-        return self
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        if stream != -1:
+            return self
+        # The consumer, such as mpi4py, wants no wait for any stream.
+        self._hand_over()
+        return self._host.__dlpack__(**options)
+
+    def _hand_over(self) -> None:
+        """To MPI, which reads and writes GPU memory only if it is built for CUDA."""
+        if os.environ.get("MPISHARD_CUDA_AWARE") != "1":
+            raise AssertionError(
+                "the address of a device array is given to a library that is not said to be built "
+                "for CUDA: it would crash"
+            )
+        self._memory.hand_over(self._host)
 
     def get(
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> Any:
-        current.stream.synchronize()
+        count("reads")
+        self._memory.read(self._host)
+        current.stream_on(self._memory.device).settle()
         if out is None:
             return self._host.copy(order="C")
         if not isinstance(out, np.ndarray):
@@ -121,7 +136,11 @@ class ndarray:  # noqa: N801 - CuPy's name
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
         if not (self._host.flags.c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
-        self._memory.write(self._host)
+        count("copies")
+        stream = current.stream_on(self._memory.device)
+        self._memory.write(self._host, stream)
+        if is_pinned(arr):
+            stream.begin_to_read(arr)
         self._host[...] = arr
 
     def item(self) -> Any:
@@ -180,6 +199,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
+            count("launches")
             self._memory.read(self._host)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
@@ -193,32 +213,43 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __getitem__(self, key: Any) -> ndarray:
         index, is_basic = _index(key)
         if is_basic:
-            return self._view(np.asarray(self._host[index]))
+            return self._view(_part(self._host, index))
         _use(self)
+        count("launches")
         return give(self._host[index])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         index, is_basic = _index(key)
         if isinstance(value, np.ndarray):
             raise _NO_FILL
-        target = np.asarray(self._host[index])
+        target = _part(self._host, index)
         if not isinstance(value, ndarray):
+            _require_near(self)
+            count("launches")
             self._memory.write(target if is_basic else self._host)
             self._host[index] = checked_scalar(value, self.dtype)
             return
-        is_copy = (
-            is_basic
-            and target.shape == value.shape
-            and target.dtype == value.dtype
-            and target.flags.c_contiguous
-            and value._host.flags.c_contiguous
-        )
-        if not is_copy:  # a kernel, for which all must lie on the device
-            _use(self, value)
-        value._memory.read(value._host)
-        if not (is_copy and target.ctypes.data == value._host.ctypes.data):
+        source = value._host
+        while source.ndim and source.shape[0] == 1:
+            source = source[0]
+        # Empty arrays are never alike: a new one has strides of 0, and a slice has its own.
+        is_alike = is_basic and source.size > 0 and (
+            (target.shape, target.strides) == (source.shape, source.strides)
+        )  # fmt: skip
+        if is_alike and target.ctypes.data == source.ctypes.data:
+            return
+        if is_alike and target.flags.c_contiguous and target.dtype == source.dtype:
+            count("copies")
+            value._memory.read(source)
+            self._memory.write(target)
+        else:  # a kernel, for which all must lie on the device
+            count("launches")
+            _require_near(self)
+            _use(value)
             self._memory.write(target if is_basic else self._host)
-        self._host[index] = value._host
+            if not is_basic and _repeats(self._host.shape, index):
+                raise AssertionError("an element is set twice: which value stays is undefined")
+        self._host[index] = source
 
     def reshape(self, *shape: Any) -> ndarray:
         return self._view(self._host.reshape(*shape))
@@ -247,6 +278,8 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def copy(self, order: str = "C") -> ndarray:
         """On the current device, from whichever it lies on."""
+        is_near = self._memory.device == current.device
+        count("launches" if is_near else "copies")
         self._memory.read(self._host)
         return give(self._host.copy(order="C"))
 
@@ -257,14 +290,17 @@ class ndarray:  # noqa: N801 - CuPy's name
         return self.copy()
 
     def astype(self, dtype: Any, order: str = "K", *, copy: bool = True) -> ndarray:
-        if not copy and self.dtype == dtype:
+        host = self._host.astype(_known(dtype), order=order, copy=copy)
+        if host is self._host:
             return self
         _use(self)
-        return give(self._host.astype(_known(dtype)))
+        count("launches")
+        return _made(host)
 
     def take(self, indices: Any, axis: int | None = None) -> ndarray:
         _use(self, *([indices] if isinstance(indices, ndarray) else []))
         host = indices._host if isinstance(indices, ndarray) else np.asarray(indices)
+        count("launches")
         # CuPy wraps what is out of bounds, without a word.
         return give(self._host.take(host, axis, mode="wrap"))
 
@@ -275,10 +311,19 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def nonzero(self) -> tuple[ndarray, ...]:
         _use(self)
-        current.stream.synchronize()
+        count("launches")
+        count("reads")
+        current.stream.settle()
         return tuple(give(part) for part in self._host.nonzero())
 
     def dot(self, other: Any, out: Any = None) -> Any:
+        if not isinstance(other, ndarray):
+            raise TypeError(f"Argument 'b' has incorrect type: {type(other)}")
+        if out is not None:
+            if np.result_type(self.dtype, other.dtype) != out.dtype:
+                raise ValueError("Not supported dtype combination.")
+            if not out.flags.c_contiguous:
+                raise ValueError("Output array must be C-contiguous")
         return call(np.dot, self, other, out=out)
 
     def round(self, decimals: int = 0) -> Any:
@@ -307,9 +352,12 @@ class ndarray:  # noqa: N801 - CuPy's name
 
 def give(host: Any) -> ndarray:
     """A new array on the current device, in C order, that holds what NumPy gave: 0-d, too."""
-    array = np.array(host, order="C", ndmin=0)
-    _known(array.dtype)
-    made = ndarray(_PRIVATE, array, Memory(), None)
+    return _made(np.array(host, order="C", ndmin=0))
+
+
+def _made(host: np.ndarray[Any, Any]) -> ndarray:
+    _known(host.dtype)
+    made = ndarray(_PRIVATE, host, Memory(), None)
     made._memory.write(made._host)
     return made
 
@@ -339,6 +387,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     arrays = [arg for arg in args if isinstance(arg, ndarray)]
     _use(*arrays)
+    count("launches")
     dtype = arrays[0].dtype if arrays else np.dtype(float)
     hosts: list[Any] = []
     for arg in args:
@@ -353,21 +402,47 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return give(function(*hosts, **kwargs))
         if not isinstance(out, ndarray):
             raise TypeError(f"out must be a cupy.ndarray, got {type(out)}")
-        _use(out)
+        _require_near(out)
         out._memory.write(out._host)
         function(*hosts, out=out._host, **kwargs)
     return out
 
 
+def _require_near(array: ndarray) -> None:
+    if array._memory.device != current.device:
+        raise ValueError(
+            f"The device where the array resides ({array._memory.device}) is different from "
+            f"the current device ({current.device}). Peer access is unavailable between these "
+            "devices."
+        )
+
+
 def _use(*arrays: ndarray) -> None:
     """A kernel on the current device reads them."""
     for array in arrays:
-        if array._memory.device != current.device:
-            raise ValueError(
-                f"The device where the array resides ({array._memory.device}) is different from "
-                f"the current device ({current.device})."
-            )
+        _require_near(array)
         array._memory.read(array._host)
+
+
+def use(array: ndarray, *, writes: bool) -> None:
+    """A kernel on the current device reads ``array``, and may write it."""
+    _use(array)
+    if writes:
+        array._memory.write(array._host)
+
+
+def _part(host: np.ndarray[Any, Any], index: Any) -> Any:
+    """``host[index]``, and a view of a single element, too."""
+    part = host[index]
+    if isinstance(part, np.ndarray):
+        return part
+    return host[(*index, ...) if isinstance(index, tuple) else (index, ...)]
+
+
+def _repeats(shape: tuple[int, ...], index: Any) -> bool:
+    """Whether ``index`` names an element twice."""
+    places = np.arange(int(np.prod(shape))).reshape(shape)[index].ravel()
+    return len(np.unique(places)) < places.size
 
 
 def _known(dtype: Any) -> np.dtype[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupy_stand_in.array import allocate, call, checked_scalar, give, ndarray
+from cupy_stand_in.counts import count
+from cupy_stand_in.cuda import current
 
 __all__ = ["namespace"]
 
@@ -56,6 +58,7 @@ class _Ufunc:
         if self.__name__ != "add":
             raise NotImplementedError(f"`{self.__name__}.reduceat` is not supported yet")
         assert axis == 0
+        count("launches")
         running = np.cumsum(array._host, axis=0)
         running = np.concatenate([np.zeros_like(running[:1]), running])
         stops = np.append(indices._host[1:], len(array))
@@ -74,8 +77,8 @@ def namespace() -> dict[str, Any]:
 def _reduction(name: str) -> Callable[..., Any]:
     method = {"amax": "max", "amin": "min"}.get(name, name)
 
-    def reduce(a: ndarray, axis: Any = None, **kwargs: Any) -> Any:
-        return getattr(_array(a), method)(axis, **kwargs)
+    def reduce(a: Any, axis: Any = None, **kwargs: Any) -> Any:
+        return getattr(a, method)(axis, **kwargs)  # of an array of the host, too, as CuPy does
 
     return reduce
 
@@ -125,12 +128,14 @@ def full_like(a: Any, fill_value: Any, dtype: Any = None) -> Any:
 
 
 def arange(*args: Any, dtype: Any = None) -> Any:
+    count("launches")
     return give(np.arange(*(checked_scalar(arg, np.int64) for arg in args), dtype=dtype))
 
 
 def array(obj: Any, dtype: Any = None, copy: bool = True) -> Any:
     if isinstance(obj, ndarray):
         return obj.astype(dtype or obj.dtype, copy=copy)
+    count("copies")
     return give(np.array(obj, dtype))
 
 
@@ -141,7 +146,7 @@ def asarray(a: Any, dtype: Any = None) -> Any:
 def from_dlpack(array: Any) -> Any:
     if array.__dlpack_device__()[0] != 2:
         raise BufferError("CPU arrays cannot be directly imported to CuPy. Use `cupy.array(...)`")
-    return array.__dlpack__()[...]
+    return array.__dlpack__(stream=current.stream)[...]
 
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> Any:
@@ -182,7 +187,7 @@ def matmul(x1: Any, x2: Any, out: Any = None) -> Any:
 
 
 def dot(a: Any, b: Any, out: Any = None) -> Any:
-    return call(np.dot, _array(a), _array(b), out=out)
+    return _array(a).dot(_array(b), out)
 
 
 def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
