@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_loss
-from mpishard.arrays import NAMESPACES, Array, copy_into
+from mpishard.arrays import NAMESPACES, Array, copy_into, lies_on_device, read_numbers
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
 from mpishard.nn.layers.composites import Sequential
@@ -137,6 +137,8 @@ class TrainingPass:
         self.is_pending = False  # True after `input_gradient`, until `weight_gradients`.
         prediction, self._saved = chain.forward(table.nested_views(vector), x, context)
         total, self._weight, loss_saved = loss.forward(prediction, y)
+        if lies_on_device(total):
+            total, self._weight = read_numbers([total, self._weight])
         # The weight is 0 if there are no samples, or if all targets are ignored.
         self.mean_loss = as_loss(total, loss, "sum") / self._weight if self._weight else 0.0
         # Backward pops the gradient from this list, so that no name keeps the large array alive.

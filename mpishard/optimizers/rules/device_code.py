@@ -11,7 +11,6 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
 
 import numpy as np
 
@@ -137,9 +136,8 @@ class _Translation:
             case ast.Assign(targets=[target], value=value):
                 return self._assign(target, value)
             case ast.AugAssign(target=target, op=operator, value=value):
-                name = _OPERATORS.get(type(operator)) or _refuse()
-                old = self._value(target)
-                return [f"{self._target(target)} = {name}({old}, {self._value(value)});"]
+                changed = ast.BinOp(target, operator, value)
+                return [f"{self._target(target)} = {self._value(changed)};"]
             case ast.If(test=test, body=body, orelse=otherwise):
                 known = self._is_none(test)
                 if known is not None:
@@ -148,17 +146,17 @@ class _Translation:
                 if otherwise:
                     lines += ["} else {", *self._block(otherwise, "    ")]
                 return [*lines, "}"]
-        _refuse()
+        raise _NoKernelError
 
     def _assign(self, target: ast.expr, value: ast.expr) -> list[str]:
         if not isinstance(target, ast.Tuple):
             return [f"{self._target(target)} = {self._value(value)};"]
         if not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
-            _refuse()
+            raise _NoKernelError
         read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
         written = {node.id for node in target.elts if isinstance(node, ast.Name)}
         if read & written:
-            _refuse()
+            raise _NoKernelError
         pairs = zip(target.elts, value.elts, strict=True)
         return [line for pair in pairs for line in self._assign(*pair)]
 
@@ -170,7 +168,7 @@ class _Translation:
                 return f"{name}_"
             case ast.Subscript(value=ast.Name(id=name)) if name != self._g:
                 return self._value(node)
-        _refuse()
+        raise _NoKernelError
 
     # ---------------------------------------------------------------------------------- expressions
 
@@ -195,7 +193,7 @@ class _Translation:
                         return f"less({a}, {b})"
                     case ast.Gt():
                         return f"less({b}, {a})"
-        _refuse()
+        raise _NoKernelError
 
     def _value(self, node: ast.expr) -> str:
         match node:
@@ -205,7 +203,7 @@ class _Translation:
                 return f"T({number!r})"
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Name(id=self._index)):
                 if self._arrays.get(name, True):
-                    _refuse()
+                    raise _NoKernelError
                 return "clipped" if self._clips and name == self._g else f"{name}_[i]"
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
                 name = _OPERATORS[type(operator)]
@@ -216,12 +214,8 @@ class _Translation:
                 keywords=[],
             ) if self._globals.get(module) is np and name in _FUNCTIONS:
                 return f"{_FUNCTIONS[name]}({', '.join(map(self._value, arguments))})"
-        _refuse()
+        raise _NoKernelError
 
 
 def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _refuse() -> NoReturn:
-    raise _NoKernelError

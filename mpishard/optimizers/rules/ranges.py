@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, address, is_device_array
+from mpishard.arrays import Array, is_device_array, lie_end_to_end, stretched
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]
@@ -119,48 +119,38 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
 
 
 def joined(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
-    """Return the ranges, on a GPU with neighbours in memory as one, which one kernel updates.
+    """Return the ranges; on a GPU those that lie end to end as one, which one kernel updates.
 
-    Ranges are neighbours if each of their arrays ends where that of the next one begins, within one
-    allocation: the pieces of units, for example, which are cut from a flat vector.
+    They do if each of their arrays does: pieces of units, for example, that fill a flat vector.
     """
-    found: list[list[OwnedRange]] = []
+    found: list[OwnedRange] = []
     for owned in ranges:
-        if found and is_device_array(owned.parameters) and _are_neighbours(found[-1][-1], owned):
-            found[-1].append(owned)
+        if found and is_device_array(owned.parameters) and _are_neighbours(found[-1], owned):
+            found[-1] = _join(found[-1], owned)
         else:
-            found.append([owned])
-    return [_join(run) if len(run) > 1 else run[0] for run in found]
+            found.append(owned)
+    return found
 
 
 def _are_neighbours(first: OwnedRange, second: OwnedRange) -> bool:
-    return all(
-        a.base is not None
-        and a.base is b.base
-        and (a.base.ndim, a.base.dtype) == (1, a.dtype)
-        and address(a) + a.nbytes == address(b)
-        for a, b in zip(_arrays_of(first), _arrays_of(second), strict=True)
-    )
+    pairs = zip(_arrays_of(first), _arrays_of(second), strict=True)
+    return all(lie_end_to_end(a, b) for a, b in pairs)
 
 
 def _arrays_of(owned: OwnedRange) -> list[Array]:
     return [owned.parameters, owned.gradients, *owned.state.values()]
 
 
-def _join(run: Sequence[OwnedRange]) -> OwnedRange:
-    first, length, segments = run[0], 0, []
-    for owned in run:
-        segments += [
-            replace(s, start=s.start + length, stop=s.stop + length) for s in owned.segments
-        ]
-        length += int(owned.parameters.size)
-
-    def whole(part: Array) -> Array:
-        start = (address(part) - address(part.base)) // part.dtype.itemsize
-        return part.base[start : start + length]
-
-    state = {name: whole(part) for name, part in first.state.items()}
-    return OwnedRange(whole(first.parameters), whole(first.gradients), state, tuple(segments))
+def _join(first: OwnedRange, second: OwnedRange) -> OwnedRange:
+    start = int(first.parameters.size)
+    length = start + int(second.parameters.size)
+    moved = (replace(s, start=s.start + start, stop=s.stop + start) for s in second.segments)
+    return OwnedRange(
+        stretched(first.parameters, length),
+        stretched(first.gradients, length),
+        {name: stretched(array, length) for name, array in first.state.items()},
+        (*first.segments, *moved),
+    )
 
 
 def places_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:
