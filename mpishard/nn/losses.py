@@ -326,7 +326,7 @@ class CrossEntropy(Loss):
         xp = NAMESPACES[type(prediction)]
         sums, gradient_NV = device_passes.cross_entropy(
             xp.ascontiguousarray(prediction).reshape(-1, prediction.shape[-1]),
-            xp.ascontiguousarray(target_N).reshape(-1), weight_N, ignore_index=self.ignore_index,
+            target_N.reshape(-1), weight_N, ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing, z_loss=self.z_loss, needs_gradient=training,
         )  # fmt: skip
         # The host waits here once, for all that it needs to know.
@@ -348,6 +348,8 @@ class CrossEntropy(Loss):
         """
         target = self._checked_shapes(prediction_shape, target)
         classes = prediction_shape[-1]
+        if is_device_array(target) and device_passes.are_inside(target, classes, self.ignore_index):
+            return
         wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             raise ValueError(
