@@ -64,8 +64,8 @@ def test_steps_in_another_order_are_refused_and_change_nothing(
 def test_without_headers_of_large_reductions_another_order_is_refused_before_the_update(
     backend: Any, path: str, strategy: str
 ) -> None:
-    backend.check_collectives = False
     models = [wrapped(backend, strategy, width=40) for _ in range(2)]
+    backend.check_collectives = False
     before = [model.get_parameters() for model, _ in models]
     model, optimizer = models[backend.rank == 1]
     assert "do not match in the model or its unit" in refused(
