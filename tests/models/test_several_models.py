@@ -17,9 +17,9 @@ from mpishard.testing.worlds import in_worlds
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
-def wrapped(backend: Any, strategy: str) -> tuple[Any, Any]:
+def wrapped(backend: Any, strategy: str, width: int = 4) -> tuple[Any, Any]:
     """A model of three units, and its optimizer."""
-    net = ms.nn.MLP([3, 4, 4, 1], seed=0)
+    net = ms.nn.MLP([3, width, width, 1], seed=0)
     config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
     model = ms.as_distributed(net, config, strategy=strategy)
     rule = ms.optimizers.SGD(learning_rate=0.1, momentum=0.9)
@@ -54,6 +54,23 @@ def test_steps_in_another_order_are_refused_and_change_nothing(
     place = re.escape(f"made at {__file__}:{wrapped.__code__.co_firstlineno + 4}")
     # One line makes both models, which have their numbers there.
     assert len(set(re.findall(rf"of MLP(?: number \d+)? \({place}\)", message))) == 2
+    for (model, _), values in zip(models, before, strict=True):
+        assert (model.get_parameters() == values).all()
+
+
+@pytest.mark.parametrize("path", ["messages"], indirect=True)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(2, 3)
+def test_without_headers_of_large_reductions_another_order_is_refused_before_the_update(
+    backend: Any, path: str, strategy: str
+) -> None:
+    models = [wrapped(backend, strategy, width=40) for _ in range(2)]
+    backend.check_collectives = False
+    before = [model.get_parameters() for model, _ in models]
+    model, optimizer = models[backend.rank == 1]
+    assert "do not match in the model or its unit" in refused(
+        lambda: optimizer.step(model, *data(backend, 1.0))
+    )
     for (model, _), values in zip(models, before, strict=True):
         assert (model.get_parameters() == values).all()
 

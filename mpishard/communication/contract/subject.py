@@ -67,7 +67,7 @@ class Subjects:
         if not subject:
             return ""
         unit = subject & ((1 << _UNIT_BITS) - 1)
-        model, names = self._names.get(subject - unit, ("another model", ()))
+        model, names = self._names.get(subject - unit, ("a model that this rank has not made", ()))
         if not unit:
             return model
         name = f" ({names[unit - 1]})" if unit <= len(names) else ""

@@ -684,6 +684,10 @@ class ShardedModelBase(IShardedModel):
 
         It is made without communication, and shared memory cannot be. So steps of the copy send
         data that a model made by `as_distributed` reads in place.
+
+        A copy that all ranks use together is told from other models by its place among the copies
+        that were made since the last collective. So a copy that one rank alone makes should be the
+        last of these, or a collective such as ``backend.barrier()`` should follow it.
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
