@@ -18,6 +18,7 @@ from mpishard.data import Samples
 from mpishard.models.stores.parameter_store import ParameterStore
 
 _BESIDE = "beside"  # Key in saved choices of the module's state beside the vector.
+_BUFFERS = "buffers"  # Key in those of earlier releases, which had buffers alone.
 
 
 class TorchModel(PlacedVectorModel):
@@ -188,7 +189,7 @@ class TorchModel(PlacedVectorModel):
         """Refuse state that the module does not have, naming one value."""
         from mpishard.torch.beside import check_state
 
-        super().check_choices({name: choices[name] for name in choices if name != _BESIDE})
+        super().check_choices({n: choices[n] for n in choices if n not in (_BESIDE, _BUFFERS)})
         check_state(self._placed, _beside_in(choices))
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
@@ -284,6 +285,8 @@ def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Arra
 def _beside_in(choices: Mapping[str, Any]) -> dict[str, Any]:
     from mpishard.torch.beside import from_text
 
+    if _BUFFERS in choices:
+        return {"state_dict": from_text(choices[_BUFFERS]), "versions": {}}
     return from_text(choices[_BESIDE]) if _BESIDE in choices else {}
 
 

@@ -53,6 +53,25 @@ def from_text(text: str) -> dict[str, Any]:
     return values
 
 
+def beside_in(text: str) -> dict[str, Any]:
+    """Return the values in a checkpoint's text, also in the form of earlier releases.
+
+    These had the tensors of a module as "buffers", and other names for parts of an optimizer.
+
+    Raises
+    ------
+    ValueError
+        If the text cannot be read.
+    """
+    values = from_text(text)
+    if "buffers" in values:
+        values["model"] = {"state_dict": values.pop("buffers"), "versions": {}}
+        if "optimizer" in values:
+            parts = values["optimizer"]
+            values["optimizer"] = {"param_groups": parts["groups"], "state": parts["rest"]}
+    return values
+
+
 def _dumped(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -21,7 +21,8 @@ class Buffers:
     After `deal` every rank has the values of rank 0. If a rank changes buffers in a forward pass,
     such as running means, they are sent again at the end of the backward pass. Like with PyTorch's
     DDP, all ranks therefore have equal buffers at the next forward pass. A pass may also replace a
-    buffer, set it to None, delete it or register another one, if it does so on every rank.
+    buffer or a submodule with buffers, set it to None, delete it or add another one, if it does so
+    on every rank.
 
     Parameters
     ----------
@@ -32,10 +33,9 @@ class Buffers:
     """
 
     def __init__(self, module: Any, placed: set[int]) -> None:
-        self._holders = list(module.named_modules())
+        self._module = module
         others = {n: p for n, p in module.named_parameters() if id(p) not in placed}
         self._parameters = {name: others[name] for name in sorted(others)}
-        self._is_empty = not self._tensors()
         self._known = self._checksum()
 
     def deal(self, backend: CommunicationBackend) -> None:
@@ -57,7 +57,7 @@ class Buffers:
         """Return the buffers that the module has now, by name; some may be None."""
         found = {
             f"{prefix}.{name}" if prefix else name: tensor
-            for prefix, holder in self._holders
+            for prefix, holder in self._module.named_modules()
             for name, tensor in holder._buffers.items()
         }
         # Ranks may have registered them in another order.
@@ -121,8 +121,6 @@ class Buffers:
         ShardingError
             As for `broadcast`.
         """
-        if self._is_empty:
-            return False
         flag = np.array([self.have_changed()], np.uint8)
         has_changed = bool(backend.all_reduce(flag, ReductionOperation.MAX)[0])
         if has_changed:

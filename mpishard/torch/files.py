@@ -17,9 +17,9 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (
+    beside_in,
     check_state,
     errors_of_loading,
-    from_text,
     module_unchanged,
     saved_state,
     take_state,
@@ -186,7 +186,7 @@ class _ModelView:
                 "it was not saved by mpishard.torch.save, and holds neither buffers nor the state "
                 "of an optimizer of PyTorch"
             )
-        beside = from_text(metadata[_BESIDE])
+        beside = beside_in(metadata[_BESIDE])
         check_state(self._owner.placed, beside["model"])
         if self._scheduler is not None and "scheduler" not in beside:
             raise ValueError("it was saved without a scheduler")
@@ -202,7 +202,7 @@ class _ModelView:
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()
-        self._take(from_text(metadata[_BESIDE]))
+        self._take(beside_in(metadata[_BESIDE]))
 
     def _take(self, beside: Mapping[str, Any]) -> None:
         take_state(self._owner.placed, beside["model"])

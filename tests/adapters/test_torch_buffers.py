@@ -248,6 +248,38 @@ def test_any_buffer_may_change(backend):
     assert (float(other.module.passes), float(other.module.last)) == (3, 0)
 
 
+class Adding(nn.Linear):
+    """It has no buffers until a pass adds a submodule, if ``adds`` is True."""
+
+    adds = True
+
+    def forward(self, x: Any) -> Any:
+        if self.adds and not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(5, affine=False, dtype=torch.float64)
+        return super().forward(self.norm(x) if hasattr(self, "norm") else x)
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_buffers_of_a_submodule_that_a_pass_adds_are_rank_zeros(backend, strategy):
+    plain = TorchModel(Adding(5, 2).double(), squared)
+    model = as_distributed(plain, ShardingConfiguration(backend), strategy)
+    alone, x = nn.BatchNorm1d(5, affine=False, dtype=torch.float64), np.eye(4, 5)
+    for _ in range(2):
+        model.train(x + backend.rank, np.ones((4, 2)))
+        alone(torch.from_numpy(x))
+    np.testing.assert_allclose(plain.module.norm.running_mean, alone.running_mean, rtol=1e-12)
+
+
+@in_worlds(2, 3)
+def test_a_submodule_that_one_rank_adds_is_refused_by_name(backend):
+    module = Adding(5, 2).double()
+    module.adds = backend.rank == 1
+    model = DDPModel(TorchModel(module, squared), ShardingConfiguration(backend))
+    with pytest.raises(ShardingError, match=r"buffer 'norm.running_mean' is None, float64\[5\]"):
+        model.train(np.ones((4, 5)), np.ones((4, 2)))
+
+
 class Growing(nn.Linear):
     """Has two tables that grow with the inputs, and have equally many elements together."""
 

@@ -61,6 +61,17 @@ def registered(module: Any, number: float) -> None:
     module.register_buffer("state", torch.full((3,), number))
 
 
+def new_submodule(module: Any, number: float) -> None:
+    if not hasattr(module, "inner"):
+        module.inner = nn.Sequential(nn.BatchNorm1d(3, affine=False))
+    module.inner(torch.ones(2, 3) * number)
+
+
+def replaced_submodule(module: Any, number: float) -> None:
+    module.inner = nn.BatchNorm1d(3, affine=False)
+    module.inner(torch.ones(2, 3) * number)
+
+
 def in_inference_mode(module: Any, number: float) -> None:
     with torch.inference_mode():
         module.table = torch.full((2,), number)
@@ -84,6 +95,8 @@ CHANGES = {
     "deleted": delete,
     "declared as None": declared,
     "registered late": registered,
+    "of a new submodule": new_submodule,
+    "of a replaced submodule": replaced_submodule,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -161,7 +161,7 @@ class CheckpointReader:
         self.dtype = found.dtype
         self.length = found.length
         self.kinds = {kind: record.dtype for kind, record in found.arrays.items()}
-        self.metadata = found.metadata
+        self.metadata = _of_today(found.metadata)
         self.file_sizes = {name: file.nbytes for name, file in found.files.items()}
         self._shapes = {entry.name: entry.shape for entry in found.parameters}
         self._tensors = found.tensors_by_file()
@@ -260,6 +260,16 @@ class CheckpointReader:
             raise ValueError(
                 f"{self.path} holds no {kind} of {region.name}, which was frozen when it was saved"
             )
+
+    def not_saved(self, parameters: Sequence[ParameterEntry]) -> frozenset[str]:
+        """Return the names of frozen parameters that the checkpoint leaves to the model.
+
+        Earlier releases saved no frozen parameter of a PyTorch module.
+        """
+        if not all(entry.trainable for entry in self.parameters):
+            return frozenset()
+        missing = (e.name for e in parameters if not e.trainable and e.name not in self._shapes)
+        return frozenset(missing)
 
     def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
         """Refuse a model that the checkpoint does not fit.
@@ -364,6 +374,20 @@ class CheckpointReader:
             return Manifest.read(self.path).identity != self.identity
         except (OSError, ValueError):
             return True
+
+
+def _of_today(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return metadata in today's form.
+
+    Earlier releases had the state of a PyTorch loop in the user's part.
+    """
+    model, user = metadata.get("model"), metadata.get("user")
+    if not (isinstance(model, Mapping) and model.keys() == {"strategy", "world_size"}):
+        return metadata
+    if not (isinstance(user, Mapping) and user.keys() == {"step", "torch", "user"}):
+        return metadata
+    rest = {"step": user["step"], "user": user["user"]}
+    return {**metadata, "model": {**model, "beside": user["torch"]}, "user": rest}
 
 
 def find_single(path: str | os.PathLike[str]) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
+    Pieces,
     require_checkpointable,
     states_of,
 )
@@ -120,7 +121,14 @@ def load_states(
 
     def verify(reader: CheckpointReader) -> list[_Copy]:
         # All checks come before the first read, so that a refused load changes nothing.
-        reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
+        parameters = model.checkpoint_parameters()
+        kept = reader.not_saved(parameters)
+        if kept and (backend is None or backend.rank == 0):
+            _log.warning(
+                "the checkpoint %s has no frozen parameters; those of the model stay as they are: "
+                "%s", reader.path, ", ".join(sorted(kept)),
+            )  # fmt: skip
+        reader.require([e for e in parameters if e.name not in kept], model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
         for state in states.values():
@@ -129,7 +137,7 @@ def load_states(
             expect = getattr(state, "expect", None)
             if expect is not None:
                 expect(reader.kinds)
-        wanted = {name: state.arrays_to_read() for name, state in states.items()}
+        wanted = {name: _without(kept, state.arrays_to_read()) for name, state in states.items()}
         for name, pieces in wanted.items():
             _check_fits(reader, name, pieces)
         if "model" in states:
@@ -153,6 +161,11 @@ def load_states(
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
+
+
+def _without(names: Collection[str], pieces: Pieces) -> Pieces:
+    """Return the pieces of parameters of other names."""
+    return {k: [p for p in given if p[0].name not in names] for k, given in pieces.items()}
 
 
 @contextmanager
