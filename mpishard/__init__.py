@@ -56,17 +56,15 @@ if TYPE_CHECKING:
         GradientCompressionOptimizer,
         HybridShardedOptimizer,
         LocalSGDOptimizer,
-        OptimizationInputData,
-        OptimizationResult,
         PipelineParallelOptimizer,
         ShardedOptimizerBase,
         TensorParallelOptimizer,
         ZeRO1Optimizer,
         ZeRO2Optimizer,
         ZeRO3Optimizer,
-        minimize,
     )
     from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
+    from mpishard.training import OptimizationInputData, OptimizationResult, minimize
 
 __version__ = "0.1.0"
 
@@ -130,8 +128,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "layout", "communication", "sharding", "models", "optimizers", "adapters", "distributed",
-    "exports",
+    "layout", "communication", "sharding", "models", "optimizers", "training", "adapters",
+    "distributed", "exports",
 )  # fmt: skip
 """Rooms that define public names. They are loaded on first use (SPEC 1 of Scientific Python).
 

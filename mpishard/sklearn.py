@@ -26,7 +26,8 @@ from mpishard.communication.threads.run import current_backend
 from mpishard.data import Samples, is_sparse, take
 from mpishard.distributed import as_distributed, launch
 from mpishard.nn import MLP, MSE, BinaryCrossEntropy, CrossEntropy, Loss
-from mpishard.optimizers import AdamW, OptimizationInputData, Optimizer
+from mpishard.optimizers import AdamW, Optimizer
+from mpishard.training import OptimizationInputData
 
 __all__ = ["ShardedClassifier", "ShardedRegressor"]
 

@@ -21,11 +21,12 @@ MARKS = "<!-- rooms: scripts/make_map.py writes them -->", "<!-- end of the room
 
 FLOWS = (
     ("distributed", "models", "a plain model and a strategy"),
-    ("optimizers", "models", "a batch; then the rule and the gradient"),
-    ("optimizers", "data", "a rank's batches"),
+    ("optimizers", "models", "a batch; then the rule and its gradient"),
+    ("training", "data", "a rank's batches"),
     ("models", "nn", "parameters and activations of a layer"),
     ("models", "communication", "units to gather, gradients to sum"),
-    ("optimizers", "checkpoint", "pieces of parameters and state, to save"),
+    ("training", "checkpoint", "pieces of parameters and state, to save"),
+    ("training", "optimizers", "a batch"),
     ("callbacks", "observe", "figures of each step"),
 )
 """Who calls, who is called, and what is passed."""

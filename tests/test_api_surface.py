@@ -18,7 +18,7 @@ import re
 import pytest
 
 import mpishard as ms
-from mpishard import contracts, optimizers
+from mpishard import contracts, optimizers, training
 from mpishard.nn import ComputationNode, Loss
 
 COLLECTIVES = """
@@ -193,7 +193,7 @@ CLASSES = [
      "selected_feature_indices=None, selected_features=None, best_intercept=None, "
      "coefficient_lower_bounds=None, coefficient_upper_bounds=None, seconds=0.0, weight=0.0)"),
      "model deep_copy() with_parameters(parameters)"),
-    (optimizers.DatasetResult,
+    (training.DatasetResult,
      "DatasetResult(x, y, stats=..., predictions=None, indices=None)", ""),
     # 1.3, communication
     (ms.CommunicationBackend, "", BACKEND),

@@ -18,10 +18,11 @@ import mpishard as ms
 from mpishard import compilation, nn
 from mpishard.errors import ShardingError
 from mpishard.observe import plot_loss_curve
-from mpishard.optimizers import SGD, Adam, OptimizationInputData
+from mpishard.optimizers import SGD, Adam
 from mpishard.pipeline import OneForwardOneBackwardSchedule
 from mpishard.planning import simulate
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import OptimizationInputData
 
 X, Y = np.ones((8, 4)), np.ones((8, 2))
 

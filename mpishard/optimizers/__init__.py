@@ -1,22 +1,12 @@
-"""Update rules, schedules, sharded optimizers, and the training loop, in four chapters.
+"""Update rules, schedules and sharded optimizers, in three chapters.
 
-`rules` has the arithmetic of updates: begin with `rules.elementwise`. `sharded` runs a rule on the
-part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
-strategies. `replicas` has the optimizers whose replicas exchange little, or late. `loop` is
-`optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
-`loop.loop`. Other modules: `plain` runs a rule on plain models and vectors in one process,
-and `minimization` is `minimize`, which runs L-BFGS on a function.
-
-The order is loop, rules, sharded, and plain, replicas or minimization; a chapter imports from those
-before it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize`
-runs all other chapters.
+`rules` has the arithmetic of updates: begin with `rules.elementwise`; `rules.plain` runs a rule on
+plain models and vectors in one process. `sharded` runs a rule on the part of a model that each rank
+owns: `sharded.base`, and `sharded.strategies` for the table of strategies. `replicas` has the
+optimizers whose replicas exchange little, or late. A chapter imports from those before it. The
+training loop is in the room above, `mpishard.training`.
 """
 
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.evaluation import DatasetResult
-from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
-from mpishard.optimizers.minimization import OptimizeResult, minimize
-from mpishard.optimizers.plain import PlainTraining
 from mpishard.optimizers.replicas.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.replicas.compression import GradientCompressionOptimizer
 from mpishard.optimizers.replicas.local_sgd import LocalSGDOptimizer
@@ -51,8 +41,6 @@ from mpishard.optimizers.sharded.strategies import (
     ZeRO3Optimizer,
 )
 
-Optimizer.holder_of = PlainTraining
-
 __all__ = [
     "LAMB",
     "LBFGS",
@@ -65,21 +53,15 @@ __all__ = [
     "Constant",
     "Cosine",
     "DDPOptimizer",
-    "DatasetResult",
     "ElasticOptimizer",
     "Exponential",
     "FSDPOptimizer",
-    "FitDetectionResult",
-    "FitType",
     "GradientCompressionOptimizer",
     "HybridShardedOptimizer",
     "Lion",
     "LocalSGDOptimizer",
     "OneCycle",
     "OptimizationAlgorithmOptions",
-    "OptimizationInputData",
-    "OptimizationResult",
-    "OptimizeResult",
     "Optimizer",
     "OwnedRange",
     "PipelineParallelOptimizer",
@@ -93,6 +75,5 @@ __all__ = [
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
-    "minimize",
     "no_decay_on_biases_and_norms",
 ]

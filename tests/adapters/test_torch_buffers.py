@@ -11,9 +11,10 @@ from mpishard import as_distributed, run_in_threads
 from mpishard.adapters import TorchModel
 from mpishard.errors import PeerError, ShardingError
 from mpishard.models import DDPModel, HybridShardedModel
-from mpishard.optimizers import SGD, AdamW, LocalSGDOptimizer, OptimizationInputData
+from mpishard.optimizers import SGD, AdamW, LocalSGDOptimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import OptimizationInputData
 
 torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"

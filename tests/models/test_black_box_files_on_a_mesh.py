@@ -12,9 +12,9 @@ import mpishard as ms
 from mpishard.arrays import to_host
 from mpishard.models import HybridShardedModel
 from mpishard.optimizers import HybridShardedOptimizer
-from mpishard.optimizers.loop.run_state import BestParameters
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
+from mpishard.training.run_state import BestParameters
 
 X = np.random.default_rng(0).standard_normal((40, 5))
 Y = np.sin(X[:, :2])

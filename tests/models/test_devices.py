@@ -15,9 +15,10 @@ from mpishard.models.engine.evaluation import measured
 from mpishard.models.stores.offload import UpdateStage
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.optimizers import AdamW, OptimizationInputData
+from mpishard.optimizers import AdamW
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import OptimizationInputData
 
 ALL = ("optimizer", "gradients", "parameters")
 

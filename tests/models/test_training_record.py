@@ -13,8 +13,9 @@ import mpishard as ms
 from mpishard import nn
 from mpishard.errors import CheckpointError
 from mpishard.models.engine.update import TrainingRecord
-from mpishard.optimizers import SGD, OptimizationInputData
+from mpishard.optimizers import SGD
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import OptimizationInputData
 
 X = np.random.default_rng(0).standard_normal((11, 3))
 Y = X @ np.array([[1.0], [-2.0], [0.5]])

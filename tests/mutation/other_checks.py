@@ -17,9 +17,9 @@ from worlds import agree, close, refused, run
 import mpishard as ms
 from mpishard import nn
 from mpishard.errors import NonFiniteLossError, ShardingError
-from mpishard.optimizers.loop.run_state import UserState
-from mpishard.optimizers.loop.saving import check_position
 from mpishard.optimizers.sharded.state_bytes import StateBytes
+from mpishard.training.run_state import UserState
+from mpishard.training.saving import check_position
 
 # ------------------------------------------------------------------------ parameters from elsewhere
 

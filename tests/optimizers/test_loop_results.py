@@ -8,10 +8,10 @@ import pytest
 import mpishard as ms
 from mpishard.errors import MissingMemberError
 from mpishard.observe import read_metrics
-from mpishard.optimizers import FitType
-from mpishard.optimizers.loop.evaluation import Regression
-from mpishard.optimizers.loop.result import FitDetectionResult
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import FitType
+from mpishard.training.evaluation import Regression
+from mpishard.training.result import FitDetectionResult
 
 generator = np.random.default_rng(0)
 X = generator.standard_normal((23, 4))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.optimizers.loop.run_state import BestParameters
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ParameterEntry, Piece, Placement, Slice, Unit
+from mpishard.training.run_state import BestParameters
 
 ENTRIES = [
     ParameterEntry("rows", (6, 2), 0), ParameterEntry("frozen", (3,), 12),

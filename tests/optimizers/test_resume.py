@@ -9,8 +9,8 @@ import mpishard as ms
 from mpishard.checkpoint import CheckpointFolder
 from mpishard.errors import CheckpointError
 from mpishard.nn import MSE, Dropout, Linear, Model, Sequential, Tanh
-from mpishard.optimizers.loop import saving
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import saving
 
 STEPS = 500 if os.environ.get("MPISHARD_TEST_FULL") else 20
 SAMPLES, BATCH = 50, 16

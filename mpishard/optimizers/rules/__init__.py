@@ -7,5 +7,5 @@ body: NumPy or CuPy on chunks, or numba's machine code. `lamb` needs norms of wh
 settings of single parameters by name, and those of the mirrored hierarchy, `schedules` learning
 rates by step.
 
-This chapter imports only from `loop`, for the arguments and the result of `optimize`.
+`plain` runs a rule without ranks. This chapter imports from no other one.
 """

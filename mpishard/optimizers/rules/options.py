@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import as_amount, as_count, as_flag, require_type, take_plain_fields
-from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.schedules import (
     Exponential,
@@ -20,6 +19,9 @@ from mpishard.optimizers.rules.schedules import (
     rates,
 )
 from mpishard.sharding import ParameterEntry
+
+if TYPE_CHECKING:
+    from mpishard.training import OptimizationInputData
 
 ParameterOptions = Mapping[str, Mapping[str, Any]]
 """Glob pattern of parameter names -> the options that differ there, by the names of `KNOWN`."""

@@ -8,14 +8,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
 
 from mpishard.arguments import as_amount, as_number, check_path, nearest, require_type
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
@@ -23,8 +21,12 @@ from mpishard.optimizers.rules.options import (
     OptionRange,
     ParameterOptions,
 )
+from mpishard.optimizers.rules.plain import PlainTraining
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
+
+if TYPE_CHECKING:
+    from mpishard.training import OptimizationInputData, OptimizationResult
 
 _ELSEWHERE = {
     "lr": "learning_rate",
@@ -105,9 +107,6 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         "clip_value": _above_zero_or_none,
         "parameter_options": lambda _, options: CheckedOptions({} if options is None else options),
     }
-    # Makes the holder that trains a rule without ranks. `mpishard.optimizers` sets it, because the
-    # holder imports the training loop and the sharded optimizers, and these import rules.
-    holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # not for LAMB, which scales each parameter separately
     searches: ClassVar[bool] = False  # an update takes several evaluations: see `LBFGS`
     # Its numbers are those of all parameters: one without a gradient has the gradient 0.
@@ -132,7 +131,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._holder: Any = None
+        self._holder: PlainTraining | None = None
         if self.clip_global_norm is not None and self.clip_value is not None:
             raise ValueError(
                 f"clip_global_norm={self.clip_global_norm} and clip_value={self.clip_value} are "
@@ -327,13 +326,13 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # ------------------------------------------------------------------- training without ranks
 
     @property
-    def _own(self) -> Any:
+    def _own(self) -> PlainTraining:
         """The holder of the rule's own state, made when it is first needed.
 
         A shallow copy of a rule gets a holder of its own: settings belong to the rule.
         """
         if self._holder is None or self._holder.rule is not self:
-            self._holder = Optimizer.holder_of(self)
+            self._holder = PlainTraining(self)
         return self._holder
 
     def reset(self) -> None:
@@ -373,8 +372,9 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         The model has the trained parameters afterwards, and is the result's ``model``.
         """
-        result: OptimizationResult = self._own.optimize(input_data)
-        return result
+        from mpishard.training import train_plain  # of a room above, which runs any rule
+
+        return train_plain(self, input_data)
 
     def step(self, model: Any, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,10 +30,6 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.wrapped import agreed_vector
-from mpishard.optimizers.loop.agreement import refuse_early
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.loop import TrainingRun
-from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState, require_searchable
 from mpishard.optimizers.sharded.state_bytes import StateBytes
@@ -42,6 +38,9 @@ from mpishard.sharding.refusals import (
     refuse_line_search,
     refuse_updates_alone,
 )
+
+if TYPE_CHECKING:
+    from mpishard.training import OptimizationInputData, OptimizationResult
 
 
 class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
@@ -600,7 +599,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For a second model, or one of another strategy or backend; inside ``accumulate()``,
             and before the step that ends its round.
         """
-        require_type("input_data", input_data, OptimizationInputData)
+        from mpishard import training  # of a room above, which runs any sharded optimizer
+
+        require_type("input_data", input_data, training.OptimizationInputData)
         data, bound = input_data.checked(self._given_model), self.model
         # An earlier call has wrapped the plain model, and the wrapper has its parameters: training
         # continues with the wrapper.
@@ -626,14 +627,16 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         model.engine.round.require_none("optimize")
         self.bind(model)
-        lengths = refuse_early(model, self._config, data, model.data_size)
-        return TrainingRun(self, model, data, lengths).run()
+        lengths = training.refuse_early(model, self._config, data, model.data_size)
+        return training.TrainingRun(self, model, data, lengths).run()
 
     def _optimize_plain(self, data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model in a wrapper, which ends here if no update was made."""
+        from mpishard import training
+
         self._refuse_second_model()
         self.backend.initialize()
-        lengths = refuse_early(data.model, self._config, data, self._data_size)
+        lengths = training.refuse_early(data.model, self._config, data, self._data_size)
         model = self.model_class(data.model, self._config, **self._model_options)
         awaiting = self._awaiting
         run = None
@@ -646,7 +649,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             common = (ValueError,)  # of rules that differ between the ranks
             self.bind(model)
             common = (Exception,)
-            run = TrainingRun(self, model, data, lengths)
+            run = training.TrainingRun(self, model, data, lengths)
             # A user's code may raise any other error in a run, on one rank alone.
             common = (NonFiniteLossError, NoSampleError, ShardingError)
             return run.run()

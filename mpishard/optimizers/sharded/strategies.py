@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import as_count, as_integer, nearest
 from mpishard.contracts import IOptimizer
@@ -24,11 +24,12 @@ from mpishard.models import (
 )
 from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
 from mpishard.models.strategies.mesh_parallel import MeshModel
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
+
+if TYPE_CHECKING:
+    from mpishard.training import OptimizationInputData, OptimizationResult
 
 _log = logging.getLogger("mpishard")
 

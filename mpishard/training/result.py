@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from mpishard.arrays import Array
-from mpishard.optimizers.loop.evaluation import DatasetResult
+from mpishard.training.evaluation import DatasetResult
 
 _OVERFIT_GAP = 0.2  # of the training loss
 _STILL_FALLING = 0.05  # of the training loss, in one epoch

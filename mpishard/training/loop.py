@@ -22,18 +22,19 @@ from mpishard.data import Batch, Batches
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
-from mpishard.optimizers.loop.agreement import require_agreement
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
-from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
-from mpishard.optimizers.loop.run_state import BestParameters, UserState
-from mpishard.optimizers.loop.saving import (
+from mpishard.optimizers import ShardedOptimizerBase
+from mpishard.sharding.refusals import refuse_line_search
+from mpishard.training.agreement import require_agreement
+from mpishard.training.data import OptimizationInputData
+from mpishard.training.evaluation import DatasetResult, evaluate
+from mpishard.training.result import FitDetectionResult, OptimizationResult
+from mpishard.training.run_state import BestParameters, UserState
+from mpishard.training.saving import (
     LOOP,
     RunCheckpoints,
     check_position,
     checkpoint_to_resume,
 )
-from mpishard.sharding.refusals import refuse_line_search
 
 _log = logging.getLogger("mpishard")
 
@@ -68,7 +69,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: ShardedOptimizerBase,
         model: ShardedModelBase,
         data: OptimizationInputData,
         lengths: dict[str, list[int]],

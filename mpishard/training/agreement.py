@@ -17,11 +17,12 @@ from mpishard.data.batches import place_of
 from mpishard.models import ShardedModelBase
 from mpishard.models.programs.program import Program
 from mpishard.models.wrapper.wrapping import program_of
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.saving import folder_of
+from mpishard.optimizers import ShardedOptimizerBase
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 from mpishard.sharding.refusals import refuse_with_leaves
+from mpishard.training.data import OptimizationInputData
+from mpishard.training.saving import folder_of
 
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
@@ -125,7 +126,7 @@ def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.in
 
 
 def require_agreement(
-    optimizer: Any,
+    optimizer: ShardedOptimizerBase,
     model: ShardedModelBase,
     data: OptimizationInputData,
     order: Mapping[str, Any],

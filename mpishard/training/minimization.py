@@ -28,12 +28,12 @@ from mpishard.errors import NonFiniteLossError
 from mpishard.layout import LeafLayout
 from mpishard.models import ZeRO2Model
 from mpishard.models.engine.leaves import check_leaves
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.refusals import refuse_with_leaves
+from mpishard.training.data import OptimizationInputData
+from mpishard.training.saving import RunCheckpoints, checkpoint_to_resume
 
 _DEFAULTS = {"maxiter": 15_000, "maxfun": 15_000, "gtol": 1e-5, "ftol": 2.2204460492503131e-09}
 # SciPy's name -> the rule's

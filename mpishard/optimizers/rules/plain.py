@@ -1,31 +1,26 @@
 """Rules without ranks: updates of whole vectors and plain models, in this process.
 
-`Optimizer` delegates its own `optimize`, `step` and `update_parameters` to `PlainTraining`, which
-holds the rule's state for one flat vector.
+`Optimizer` delegates its own `step` and `update_parameters` to `PlainTraining`, which holds the
+rule's state for one flat vector.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace, read_numbers, require_plain, to_host
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
-from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.contracts import IShardedModel
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.stores.norm import squared_norm
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.options import (
     AdamOptimizerOptions,
@@ -33,14 +28,14 @@ from mpishard.optimizers.rules.options import (
     named_parameters,
 )
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
-from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.strategies import DDPOptimizer
-from mpishard.sharding import ParameterEntry, ShardingConfiguration
+from mpishard.sharding import ParameterEntry
+
+if TYPE_CHECKING:
+    from mpishard.optimizers.rules.rule import Optimizer
 
 _KEY = "mpishard_optimizer"
 _REVERSE_ROUNDS = 100
 _REVERSE_ROUNDINGS = 16  # of the largest element: error allowed after the last round
-_numbers = itertools.count()
 
 
 class PlainTraining:
@@ -82,26 +77,9 @@ class PlainTraining:
         self._trained_segments(named_parameters(model) or ())
         self.model = model
 
-    def optimize(self, data: OptimizationInputData) -> OptimizationResult:
-        """Train a plain model through the sharded engine, in a world of one rank."""
-        require_type("input_data", data, OptimizationInputData)
-        data = data.checked(self.model)  # before a world is made for it
-        plain = data.model
-        self._refuse_sharded(plain)
-        # Two such runs may be under way in two threads, so each world has a name of its own.
-        with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:
-            sharded = DDPOptimizer(self.rule, ShardingConfiguration(backend))
-            model = DDPOptimizer.model_class(plain, sharded.sharding_configuration)
-            try:
-                result = sharded.optimize(replace(data, model=model))
-            finally:  # also after an error the plain model has its parameters back
-                model.release()
-        result.best_solution = plain
-        return result
-
     def step(self, model: Any, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch."""
-        self._refuse_sharded(model)
+        refuse_sharded(self.rule, model)
         self._refuse_second_model(model)
         require_plain(x)
         require_plain(y)
@@ -233,16 +211,6 @@ class PlainTraining:
             raise
         self.reset()
         self._state, self._segments, self.steps = state, segments, steps
-
-    def _refuse_sharded(self, model: Any) -> None:
-        # The rule would update with each rank's own gradient instead of all ranks' gradient.
-        if isinstance(model, IShardedModel):
-            rule = type(self.rule).__name__
-            raise TypeError(
-                f"an unwrapped {rule} trains plain models, but the model is a "
-                f"{type(model).__name__}: wrap the rule too, "
-                f"mpishard.as_distributed({rule}(...), backend, strategy)"
-            )
 
     def _refuse_second_model(self, model: Any) -> None:
         if self._trained is not None and model is not self._trained:
@@ -392,3 +360,14 @@ def _decoded(value: Any) -> Any:
             raise ValueError(f"unknown kind of setting {kind!r}; known are {', '.join(_KINDS)}")
         return _KINDS[kind](**_decoded(inner))
     return value
+
+
+def refuse_sharded(rule: Optimizer, model: Any) -> None:
+    """Refuse a sharded model: the rule would update with each rank's own gradient."""
+    if isinstance(model, IShardedModel):
+        name = type(rule).__name__
+        raise TypeError(
+            f"an unwrapped {name} trains plain models, but the model is a "
+            f"{type(model).__name__}: wrap the rule too, "
+            f"mpishard.as_distributed({name}(...), backend, strategy)"
+        )

@@ -18,7 +18,7 @@ from mpishard.arguments import (
 from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
-from mpishard.optimizers.loop.run_state import check_user_state
+from mpishard.training.run_state import check_user_state
 
 # Type of a field -> its check. Numbers are counts, except the seed and the tolerance.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

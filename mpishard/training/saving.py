@@ -30,8 +30,8 @@ from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import same_outcome, share_path
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
-from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.run_state import BestParameters, UserState
+from mpishard.training.data import OptimizationInputData
+from mpishard.training.run_state import BestParameters, UserState
 
 _log = logging.getLogger("mpishard")
 
