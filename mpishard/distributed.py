@@ -16,6 +16,7 @@ from mpishard.communication.init import check_backend_name, is_launched, refuse_
 from mpishard.contracts import IOptimizer
 from mpishard.errors import PeerError
 from mpishard.models.strategies.mesh_options import checked_mesh_options
+from mpishard.pipeline.schedules import about_schedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
@@ -354,9 +355,8 @@ def _strategy(given: str | DistributedStrategy) -> str:
     name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
     known = [*map(str, _CLASSES), DistributedStrategy.NONE.value]
     if name not in known:
-        raise ValueError(
-            f"unknown strategy {given!r}; there are {', '.join(known)}{nearest(name, known)}"
-        )
+        hint = about_schedule(str(given)) or nearest(name, known)
+        raise ValueError(f"unknown strategy {given!r}; there are {', '.join(known)}{hint}")
     return name
 
 

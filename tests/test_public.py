@@ -181,6 +181,13 @@ def test_as_distributed_picks_the_classes():
         message = r"unknown strategy 'zero9'; there are ddp, zero1, zero2, zero3, fsdp"
         with pytest.raises(ValueError, match=message):
             ms.as_distributed(ms.nn.MLP([2, 2]), backend, "zero9")
+        for name, says in {
+            "1F1B": r"none; it is a schedule: .* 'pipeline' or 'hybrid' takes schedule='1f1b'$",
+            "gpipe": r"none; it is a schedule: .* takes schedule='gpipe'$",
+            "dualpipe": r"none; dualpipe is a pipeline schedule that mpishard does not have\. zb-v",
+        }.items():
+            with pytest.raises(ValueError, match=says):
+                ms.as_distributed(ms.nn.MLP([2, 2]), backend, name)
 
 
 def of_library(module, name):

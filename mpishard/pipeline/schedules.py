@@ -388,6 +388,24 @@ SCHEDULE_NAMES = tuple(_SCHEDULES)
 """The names that `schedule_by_name` takes."""
 
 
+def _bare(name: str) -> str:
+    return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
+
+
+def about_schedule(name: str) -> str:
+    """Return the end of an error about a schedule's name in a wrong place; empty for others."""
+    if _bare(name) in ("dualpipe", "dualpipev"):
+        return (
+            f"; {name} is a pipeline schedule that mpishard does not have. zb-v, too, has two "
+            "stages per rank and splits backward passes: strategy 'pipeline' or 'hybrid' takes "
+            "schedule='zb-v'"
+        )
+    found = [key for key in SCHEDULE_NAMES if _bare(key) == _bare(name)]
+    if not found:
+        return ""
+    return f"; it is a schedule: strategy 'pipeline' or 'hybrid' takes schedule={found[0]!r}"
+
+
 def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> RuleSchedule:
     """Return the schedule of this name.
 
@@ -405,16 +423,12 @@ def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> R
     ValueError
         For another name, or a number of virtual stages that the schedule cannot have.
     """
-
-    def bare(name: str) -> str:
-        return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
-
     require_type("schedule", name, str)
-    found = next((kind for key, kind in _SCHEDULES.items() if bare(key) == bare(name)), None)
+    found = next((kind for key, kind in _SCHEDULES.items() if _bare(key) == _bare(name)), None)
     if found is None:
         raise ValueError(
             f"schedule must be one of {', '.join(SCHEDULE_NAMES)}; got {name!r}"
-            + nearest(name.lower(), SCHEDULE_NAMES)
+            + (about_schedule(name) or nearest(name.lower(), SCHEDULE_NAMES))
         )
     if issubclass(found, _LoopedSchedule):
         return found(2 if virtual_stages_per_rank is None else virtual_stages_per_rank)

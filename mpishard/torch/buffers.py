@@ -121,6 +121,8 @@ class Buffers:
         ShardingError
             As for `broadcast`.
         """
+        if not self._tensors():
+            return False
         flag = np.array([self.have_changed()], np.uint8)
         has_changed = bool(backend.all_reduce(flag, ReductionOperation.MAX)[0])
         if has_changed:

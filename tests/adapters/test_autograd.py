@@ -274,8 +274,9 @@ def test_accumulated_batches_are_one(backend: Any, strategy: str, defer: bool) -
 
 
 @by_strategy
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(1, 2)
-def test_parameters_are_views_of_the_store(backend: Any, strategy: str) -> None:
+def test_parameters_are_views_of_the_store(backend: Any, strategy: str, path: str) -> None:
     plain = model(backend.rank)
     seen = []
 

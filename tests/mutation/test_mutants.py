@@ -20,7 +20,6 @@ KILLED = [
     ("ShardedParameters.prefetch", "wait_until_over", "a step after one that failed"),
     ("OffloadedParameters.unshard", "synchronize", "offloading: parameters"),
     ("Engine.sum_over_owners", "all_reduce", "lamb"),
-    ("Passes.unused", "all_reduce", "a parameter that one rank uses"),
     ("check_position", "same_outcome", "runs that differ"),
 ]
 

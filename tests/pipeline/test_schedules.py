@@ -213,8 +213,11 @@ def test_names():
     ]  # fmt: skip
     assert schedule_by_name("Looped-BFS", 4).virtual_stages_per_rank == 4
     assert schedule_by_name("ZB-V", 2).name == "ZB-V"
-    with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, .*zb-v; got 'dualpipe'"):
-        schedule_by_name("dualpipe")
+    with pytest.raises(ValueError, match=r"one of gpipe, .*zb-v; got 'gpip'; did you mean gpipe"):
+        schedule_by_name("gpip")
+    lacks = r"got 'DualPipe'; DualPipe is a pipeline schedule that mpishard does not have"
+    with pytest.raises(ValueError, match=lacks):
+        schedule_by_name("DualPipe")
     with pytest.raises(ValueError, match="ZB-V has 2 virtual stages per rank, got 3"):
         schedule_by_name("zb-v", 3)
     for kind in (Interleaved1F1BSchedule, LoopedBFSSchedule):

@@ -110,8 +110,9 @@ def test_a_part_of_a_gradient_is_not_used(backend, strategy):
 
 
 @by_strategy
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(2)
-def test_in_no_sync_one_rank_may_raise_alone(backend, strategy):
+def test_in_no_sync_one_rank_may_raise_alone(backend, strategy, path):
     model, optimizer = start(strategy)
     x = nets.batch("mlp")[0]
     with mst.no_sync(model):
@@ -170,7 +171,8 @@ def test_one_rank_that_raised_alone_cannot_go_on(path, strategy, behind):
 
 
 @by_strategy
-def test_ranks_that_raised_at_different_places_cannot_go_on(strategy):
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
+def test_ranks_that_raised_at_different_places_cannot_go_on(strategy, path):
     notes = []
 
     def body(backend: Any) -> None:

@@ -174,8 +174,9 @@ def test_every_rank_gets_the_random_numbers_of_rank_0(
             assert (everyone == everyone[0]).all()
 
 
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(2)
-def test_values_of_a_state_dict_are_changed_once(backend: Any) -> None:
+def test_values_of_a_state_dict_are_changed_once(backend: Any, path: str) -> None:
     mst.init()
     model, alone = mst.shard(nets.make(nets.perceptron)), nets.make(nets.perceptron)
     for one in (model, alone):

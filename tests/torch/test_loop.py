@@ -87,8 +87,9 @@ def test_two_backwards_add_up(backend, strategy):
 
 
 @by_strategy
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(2, 3)
-def test_no_sync_sends_nothing_until_the_last_backward(backend, strategy):
+def test_no_sync_sends_nothing_until_the_last_backward(backend, strategy, path):
     model, optimizer = start(strategy)
     expected, theirs = alone()
     x, y = nets.batch("mlp")
@@ -215,8 +216,9 @@ def test_a_penalty_on_gradients_of_inputs_alone_trains(backend, strategy):
 
 
 @by_strategy
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(2, 3)
-def test_ranks_use_different_branches_and_one_is_never_used(backend, strategy):
+def test_ranks_use_different_branches_and_one_is_never_used(backend, strategy, path):
     """A parameter that a rank did not use adds zero; one that none used has no gradient."""
     model, optimizer = start(strategy, nets.Branches, weight_decay=0.5)
     expected = nets.make(nets.Branches)
@@ -392,8 +394,9 @@ def test_a_compiled_model_trains(backend, strategy):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(2)
-def test_a_module_of_torch_jit_trains(backend):
+def test_a_module_of_torch_jit_trains(backend, path):
     mst.init()
     with nets.making:  # two threads that script one class at once may define its methods twice
         scripted = torch.jit.script(nets.make(nets.perceptron))
@@ -482,8 +485,9 @@ def test_a_copy_of_a_sharded_model_is_a_plain_one(backend, path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(3)
-def test_each_rank_holds_its_part(backend, strategy):
+def test_each_rank_holds_its_part(backend, strategy, path):
     mst.init()
     model = mst.shard(nets.make(lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(6)])),
                       strategy, minimum_unit_size=1)  # fmt: skip

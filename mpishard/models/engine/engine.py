@@ -101,7 +101,7 @@ class Engine:
         self.replica = program.replica
         self.placement = program.vector.placement
         self.replicas = Replicas(parameters, policy, program.replica)
-        self.round = Round(config, program.replica, self.layout.subject)
+        self.round = Round(config, program, self.layout.subject)
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:

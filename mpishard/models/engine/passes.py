@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpishard.arrays import Array, read_numbers
-from mpishard.communication import ReductionOperation
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
@@ -82,12 +79,16 @@ class Passes:
         Class of the optimizer that has lent these passes.
     is_late : bool
         Whether the gradients are those of an earlier step.
+    are_exact : bool
+        Whether the gradients are the sums of this step's, so that those of parameters that no pass
+        has used are 0.
     """
 
     store: GradientStore
     leaves: GradientLeaves | None = None
     user: str | None = None
     is_late = False
+    are_exact = True
 
     def __init__(self, make_store: Callable[[StoreLayout], GradientStore]) -> None:
         self._make_store = make_store
@@ -145,20 +146,10 @@ class Passes:
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         gradients = self.store.owned(engine.pieces.updated)
-        report = replace(engine.report(total, weight, squared), unused=self.unused(engine))
+        report = engine.report(total, weight, squared)
+        if self.are_exact:
+            report = replace(report, unused=engine.round.unused)
         return Reduced(gradients, report, finish=self.finish)
-
-    def unused(self, engine: Engine) -> frozenset[str]:
-        """Return the trained parameters that no rank's pass of the round used. Collective."""
-        program = engine.program
-        if program.used is None:
-            return frozenset()
-        trained = [e.name for e in program.entries if e.name not in program.frozen]
-        mine = np.array([name in engine.round.used for name in trained], np.uint8)
-        used = engine.backend.all_reduce(
-            mine, ReductionOperation.MAX, subject=engine.layout.subject
-        )
-        return frozenset(name for name, is_used in zip(trained, used, strict=True) if not is_used)
 
     def model_changed(self) -> None:
         """Hook: the passes have changed the model's state besides parameters."""

@@ -17,7 +17,7 @@ from mpishard.callbacks.run import Wishes
 from mpishard.communication.agreement import differences
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.layout import ShardLayout
-from mpishard.models.programs.program import Program, Replica
+from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, ShardingConfiguration, pieces_within
 
@@ -124,8 +124,8 @@ class Round:
     ----------
     config : ShardingConfiguration
         Backend of all ranks, and whether losses that are not finite are refused.
-    replica : Replica
-        The ranks that compute other samples than this one, and those that compute one batch.
+    program : Program
+        The computation, on the ranks of its replica.
     subject : int
         The model's number in collectives: `CommunicationBackend.number_model`.
 
@@ -141,23 +141,27 @@ class Round:
         Sum and weight of the loss of each pass that this rank has added. On a GPU they are arrays
         of one element until `read`.
     used : set of str
-        Parameters to which a pass gave a gradient: see `Program.used`.
+        Parameters to which a pass of this rank gave a gradient: see `Program.used`.
+    unused : frozenset of str
+        Those of `Program.optional` that no rank had used at the last `totals`.
     wishes : Wishes or None
         Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
 
-    def __init__(self, config: ShardingConfiguration, replica: Replica, subject: int) -> None:
-        self._replicas = replica.members
+    def __init__(self, config: ShardingConfiguration, program: Program, subject: int) -> None:
+        self._program = program
+        self._replicas = program.replica.members
         self._subject = subject
         self.is_open = False
         self.accumulates = False
         self.defers = False
         self.parts: list[tuple[float | Array, float | Array]] = []
         self.used: set[str] = set()
+        self.unused = frozenset[str]()
         self.wishes: Wishes | None = None
         self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
-        self._axis = replica.dealt
+        self._axis = program.replica.dealt
         self._config = config
 
     def add(self, loss: float | Array, weight: float | Array, used: Collection[str]) -> None:
@@ -235,8 +239,9 @@ class Round:
 
         One small all-reduce also sums two numbers of each rank and their squares: the passes of the
         round, and a checksum of the settings. From these sums every rank sees whether the numbers
-        are equal on all. ``step`` is the number in error messages. If ``message`` has another form,
-        ``fold`` turns the ranks' sum of it into the three results.
+        are equal on all. It also counts the ranks that have used each parameter. ``step`` is the
+        number in error messages. If ``message`` has another form, ``fold`` turns the ranks' sum of
+        it into the three results.
 
         Raises
         ------
@@ -250,13 +255,17 @@ class Round:
         # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
         own = np.array([len(self.parts) + 0.5 * self.accumulates, mark])
         wished = () if self.wishes is None else self.wishes.own
-        message = np.array([*own, *(own * own), *wished, *message])
+        optional = self._program.optional
+        used = [name in self.used for name in optional]
+        message = np.array([*own, *(own * own), *wished, *used, *message])
         sums = backend.all_reduce(message, subject=self._subject)
         if self.wishes is not None:
             self.wishes.exchanged(sums[4:6])
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
-        total, weight, squared = map(float, fold(sums[4 + len(wished) :]))
+        counts, rest = np.split(sums[4 + len(wished) :], [len(used)])
+        self.unused = frozenset(name for name, n in zip(optional, counts, strict=True) if not n)
+        total, weight, squared = (float(v) for v in fold(rest))
         if not same[0]:
             raise ShardingError(
                 f"the ranks have accumulated different numbers of batches: rank {backend.rank} "

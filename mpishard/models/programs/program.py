@@ -215,6 +215,13 @@ class Program(ABC):
         ranges = [(e.start, e.stop) for e in self.entries if e.name not in self.frozen]
         return pieces_within(pieces, ranges)
 
+    @property
+    def optional(self) -> list[str]:
+        """Names of the trained parameters to which a pass may give no gradient."""
+        if self.used is None:
+            return []
+        return [entry.name for entry in self.entries if entry.name not in self.frozen]
+
     def structure(self) -> dict[str, Any]:
         """Return what must be the same on all ranks: name -> value, for JSON."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}

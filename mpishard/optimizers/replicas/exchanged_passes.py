@@ -149,6 +149,7 @@ class ExchangedPasses(Passes):
     """
 
     exchange: SumExchange
+    are_exact = False  # they may be those of an earlier step, or have errors of codes
 
     def __init__(
         self,
@@ -197,10 +198,6 @@ class ExchangedPasses(Passes):
             self.exchange.exchange(self.sums())
             self.store.spread()
         return own
-
-    def unused(self, engine: Engine) -> frozenset[str]:
-        """Return no parameter: its sums may be those of an earlier step, or errors of codes."""
-        return frozenset()
 
     def sums(self) -> list[Array]:
         """Return writable views of this rank's parts; ``spread`` follows after they are written."""
