@@ -16,6 +16,7 @@ __all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
 
 _KINDS = "biufc"
 _PRIVATE = object()
+_SUMS = (np.sum, np.mean, np.var, np.prod, np.cumsum, np.dot, np.matmul, np.einsum, np.tensordot)
 _NO_FILL = ValueError("non-scalar numpy.ndarray cannot be used for fill")
 
 
@@ -399,13 +400,30 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             hosts.append(checked_scalar(arg, dtype))
     with np.errstate(all="ignore"):  # a GPU does not warn
         if out is None:
-            return give(function(*hosts, **kwargs))
+            return give(_varied(function, function(*hosts, **kwargs), arrays))
         if not isinstance(out, ndarray):
             raise TypeError(f"out must be a cupy.ndarray, got {type(out)}")
         _require_near(out)
         out._memory.write(out._host)
-        function(*hosts, out=out._host, **kwargs)
+        result = function(*hosts, out=out._host, **kwargs)
+        out._host[...] = _varied(function, result, arrays)
     return out
+
+
+def _varied(function: Any, result: Any, arrays: list[ndarray]) -> Any:
+    """Another last bit of a sum or product for what ``cuda.varies`` names."""
+    import cupy
+
+    result, varies = np.asarray(result), cupy.cuda.varies
+    if function not in _SUMS or result.dtype.kind not in "fc" or not varies:
+        return result
+    odd = 0
+    for array in arrays:
+        start = array if array.base is None else array.base
+        odd += sum(array.shape) if "sizes" in varies else 0
+        if "alignment" in varies:  # each allocation is aligned
+            odd += (array.data.ptr - start.data.ptr) % 16 // array.itemsize
+    return result * (1 + (odd % 3 - 1) * np.finfo(result.dtype).eps)
 
 
 def _require_near(array: ndarray) -> None:

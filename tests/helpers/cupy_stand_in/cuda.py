@@ -234,6 +234,8 @@ class Cuda:
         self.Device = type("Device", (_Device,), {"count": device_count})
         self.pinned_bytes = 0
         """Of all pinned memory that was ever asked for."""
+        self.varies: set[str] = set()
+        """On what last bits of sums and products depend, as CUDA's do: "sizes", "alignment"."""
         current.device = 0
 
     def is_available(self) -> bool:
