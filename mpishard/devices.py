@@ -16,6 +16,8 @@ import numpy as np
 from mpishard.arrays import Array, beside, is_device_array, to_host
 from mpishard.errors import DeviceUnavailableError
 
+_INSTALL = "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
+
 
 def load_cupy() -> ModuleType:
     """Import and return ``cupy``.
@@ -29,8 +31,7 @@ def load_cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise DeviceUnavailableError(
-            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: "
-            "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
+            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: {_INSTALL}"
         ) from error
     return cupy  # type: ignore[no-any-return]
 
@@ -62,7 +63,7 @@ class Device:
         ValueError
             For another name, or a GPU that this machine does not have.
         DeviceUnavailableError
-            If CuPy is not installed, or finds no GPU.
+            If CuPy is not installed, finds no GPU, or cannot compute on it.
         """
         if isinstance(text, Device):
             return text
@@ -72,10 +73,12 @@ class Device:
         if text == "cpu":
             return HOST
         index = None if match[1] is None else int(match[1])
-        count = _device_count(load_cupy())
+        cupy = load_cupy()
+        count = _device_count(cupy)
         if index is not None and index >= count:
             raise ValueError(f"device {text!r} was asked for, and this machine has GPUs 0 to "
                              f"{count - 1}")  # fmt: skip
+        _try_out(cupy, cupy.cuda.runtime.getDevice() if index is None else index)
         return cls("cuda", index)
 
     @classmethod
@@ -143,3 +146,18 @@ def _device_count(cupy: ModuleType) -> int:
     if count == 0:
         raise DeviceUnavailableError("device='cuda' was asked for, and this process may use no GPU")
     return count
+
+
+@functools.cache
+def _try_out(cupy: ModuleType, number: int) -> None:
+    """Compile and run a kernel and a product: a driver suffices to import CuPy, not for these."""
+    try:
+        with cupy.cuda.Device(number):
+            twos = 2 * cupy.ones((2, 2))
+            (twos @ twos).get()
+    except Exception as error:  # of the compiler, the loader of libraries, or CUDA itself
+        raise DeviceUnavailableError(
+            f"device='cuda' was asked for, and CuPy cannot compute on GPU {number} ({error}). CuPy "
+            f"needs CUDA's headers and libraries beside the driver. Fix: {_INSTALL}; `mpishard "
+            "doctor` tests each GPU"
+        ) from error

@@ -217,6 +217,16 @@ def test_without_a_gpu():
         Device.parse("cuda")
 
 
+def test_with_a_driver_alone():
+    """CuPy can be imported and counts the GPUs, and its first kernel fails."""
+    with installed(has_headers=False) as cupy:
+        assert cupy.cuda.runtime.getDeviceCount() == 1
+        for device, number in (("cuda", 0), ("cuda:0", 0)):
+            why = rf"GPU {number} \(Failed to find CUDA headers.*pip install 'mpishard\[cuda12\]'"
+            with pytest.raises(DeviceUnavailableError, match=why):
+                nn.MLP([2, 2], device=device)
+
+
 @pytest.mark.parametrize("host", [np.array(3.0), np.ones((3, 4)).T, np.empty((0, 2)), np.ones(2)])
 def test_arrays_of_any_shape_go_there_and_back(host, gpu):
     there = Device.parse("cuda").put(host)

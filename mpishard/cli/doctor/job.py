@@ -148,14 +148,16 @@ def _cupy(cuda: int | None) -> Finding | None:
     uninstall = pip_install().replace(" install ", " uninstall -y ")
     if not packages and cuda is None:
         return None
-    install = pip_install(f"{fitting}[ctk]")  # ctk: parts of the CUDA toolkit, as wheels
+    # ctk: the parts of CUDA that CuPy needs beside the driver, as wheels. CuPy 13 has none.
+    wanted = f"{fitting}[ctk]>=14"
+    install = pip_install(wanted)
     if not packages:
         text = "not installed, so that models cannot use the GPU"
         return Finding("gpu.cupy", text, None, install)
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
         text = f"several packages are installed over each other's files: {names}"
-        fix = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
+        fix = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', wanted)}"
         return Finding("gpu.cupy", text, names, fix, is_problem=True)
     answer = ask(python_command(_ASK_CUPY), _LIMIT_SECONDS["cupy"])
     if answer.found is not None:

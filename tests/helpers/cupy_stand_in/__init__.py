@@ -31,13 +31,15 @@ __all__ = ["installed"]
 
 
 @contextmanager
-def installed(device_count: int = 1) -> Iterator[ModuleType]:
+def installed(device_count: int = 1, *, has_headers: bool = True) -> Iterator[ModuleType]:
     """Make ``import cupy`` give the stand-in inside the block.
 
     Parameters
     ----------
     device_count : int
         How many GPUs there seem to be.
+    has_headers : bool
+        Whether CUDA is installed, and not only its driver: its compiler and headers.
 
     Yields
     ------
@@ -52,7 +54,9 @@ def installed(device_count: int = 1) -> Iterator[ModuleType]:
     ndarray [0 2 4]
     """
     module = ModuleType("cupy", __doc__)
-    vars(module).update(namespace(), ndarray=ndarray, RawKernel=RawKernel, cuda=Cuda(device_count))
+    vars(module).update(
+        namespace(), ndarray=ndarray, RawKernel=RawKernel, cuda=Cuda(device_count, has_headers)
+    )
     module.__stand_in__ = True  # type: ignore[attr-defined]
     before = sys.modules.get("cupy")
     sys.modules["cupy"] = module

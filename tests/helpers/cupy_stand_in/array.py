@@ -200,7 +200,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
-            count("launches")
+            launch()
             self._memory.read(self._host)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
@@ -216,7 +216,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         if is_basic:
             return self._view(_part(self._host, index))
         _use(self)
-        count("launches")
+        launch()
         return give(self._host[index])
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -226,7 +226,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         target = _part(self._host, index)
         if not isinstance(value, ndarray):
             _require_near(self)
-            count("launches")
+            launch()
             self._memory.write(target if is_basic else self._host)
             self._host[index] = checked_scalar(value, self.dtype)
             return
@@ -244,7 +244,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             value._memory.read(source)
             self._memory.write(target)
         else:  # a kernel, for which all must lie on the device
-            count("launches")
+            launch()
             _require_near(self)
             _use(value)
             self._memory.write(target if is_basic else self._host)
@@ -280,7 +280,10 @@ class ndarray:  # noqa: N801 - CuPy's name
     def copy(self, order: str = "C") -> ndarray:
         """On the current device, from whichever it lies on."""
         is_near = self._memory.device == current.device
-        count("launches" if is_near else "copies")
+        if is_near:
+            launch()
+        else:
+            count("copies")
         self._memory.read(self._host)
         return give(self._host.copy(order="C"))
 
@@ -295,13 +298,13 @@ class ndarray:  # noqa: N801 - CuPy's name
         if host is self._host:
             return self
         _use(self)
-        count("launches")
+        launch()
         return _made(host)
 
     def take(self, indices: Any, axis: int | None = None) -> ndarray:
         _use(self, *([indices] if isinstance(indices, ndarray) else []))
         host = indices._host if isinstance(indices, ndarray) else np.asarray(indices)
-        count("launches")
+        launch()
         # CuPy wraps what is out of bounds, without a word.
         return give(self._host.take(host, axis, mode="wrap"))
 
@@ -312,7 +315,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def nonzero(self) -> tuple[ndarray, ...]:
         _use(self)
-        count("launches")
+        launch()
         count("reads")
         current.stream.settle()
         return tuple(give(part) for part in self._host.nonzero())
@@ -388,7 +391,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     arrays = [arg for arg in args if isinstance(arg, ndarray)]
     _use(*arrays)
-    count("launches")
+    launch()
     dtype = arrays[0].dtype if arrays else np.dtype(float)
     hosts: list[Any] = []
     for arg in args:
@@ -424,6 +427,18 @@ def _varied(function: Any, result: Any, arrays: list[ndarray]) -> Any:
         if "alignment" in varies:  # each allocation is aligned
             odd += (array.data.ptr - start.data.ptr) % 16 // array.itemsize
     return result * (1 + (odd % 3 - 1) * np.finfo(result.dtype).eps)
+
+
+def launch() -> None:
+    """Begin a kernel, which CuPy has to compile."""
+    import cupy
+
+    if not cupy.cuda.has_headers:
+        raise RuntimeError(
+            "Failed to find CUDA headers. Please install CUDA toolkit headers (e.g., pip install "
+            "cupy-cuda12x[ctk]) or specify CUDA_PATH environment variable."
+        )
+    count("launches")
 
 
 def _require_near(array: ndarray) -> None:

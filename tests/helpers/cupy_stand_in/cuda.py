@@ -227,9 +227,12 @@ class Cuda:
     ----------
     device_count : int
         How many GPUs there seem to be.
+    has_headers : bool
+        Whether kernels can be compiled.
     """
 
-    def __init__(self, device_count: int) -> None:
+    def __init__(self, device_count: int, has_headers: bool) -> None:
+        self.has_headers = has_headers
         self.runtime = _Runtime(device_count)
         self.Device = type("Device", (_Device,), {"count": device_count})
         self.pinned_bytes = 0
