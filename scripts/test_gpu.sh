@@ -14,8 +14,8 @@ machine the tests that scripts/test.sh runs with a substitute for CuPy, and more
     mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
 
 --packages FOLDER  installs from the wheels in FOLDER, setuptools among them, and downloads nothing
---python PYTHON    installs nothing: PYTHON has CuPy, pytest and what mpishard needs; MPI is tested if it
-                   has mpi4py. Other plugins of pytest are not loaded, and warnings are no errors
+--python PYTHON    installs nothing: PYTHON has CuPy, pytest and what mpishard needs; MPI is tested if
+                   its mpi4py and the mpiexec beside PYTHON, or on PATH, fit. Warnings are no errors
 
 MPI gets addresses of GPU memory only if its library says that it is built for CUDA, or if
 MPISHARD_CUDA_AWARE=1. Without a GPU it prints that and tests nothing; the exit code is 0.
@@ -57,7 +57,9 @@ printf '%s\n' "$gpus"
 
 trap 'exit 130' INT
 cd -- "$root"
-options=()
+# Plugins that others have installed may warn, or change how tests run.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+options=(-p pytest_timeout -p pytest_mpi)
 mpiexec="$venv/bin/mpiexec"
 if [ -n "$given" ]; then
     python="$given"
@@ -69,15 +71,13 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
     [ -z "$missing" ] || refuse "$python lacks $missing"
     mpiexec="$(dirname -- "$python")/mpiexec"
     [ -x "$mpiexec" ] || mpiexec="$(command -v mpiexec)" || mpiexec=''
-    if [ -z "$mpiexec" ] || ! "$python" -c 'import mpi4py.MPI' 2>/dev/null; then
-        say "without MPI: $python has no mpi4py that loads a library, or there is no mpiexec"
+    # Ranks of another library than mpiexec's are worlds of one.
+    fits='from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)'
+    if [ -z "$mpiexec" ] || ! "$mpiexec" -n 2 "$python" -c "$fits" </dev/null >/dev/null 2>&1; then
+        say "without MPI: ${mpiexec:-no mpiexec} starts no two ranks of the mpi4py of $python"
         mpiexec=''
     fi
-    # Plugins that others have installed may warn, or change how tests run.
-    export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-    options+=(-p pytest_timeout -p pytest_mpi -o filterwarnings=
-        -W error::cupy._util.PerformanceWarning)
-    ! "$python" -c 'import xdist' 2>/dev/null || options+=(-p xdist.plugin)
+    options+=(-o filterwarnings= -W error::cupy._util.PerformanceWarning)
 else
     # "CUDA Version: 12.4" is the newest version that the driver supports.
     version="$(nvidia-smi | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')"
@@ -89,12 +89,13 @@ fi
 reason="$("$python" -c 'from mpishard.devices import Device; Device.parse("cuda")' 2>&1)" ||
     refuse "CuPy cannot use the GPU: ${reason##*$'\n'}"
 
+! "$python" -c 'import xdist' 2>/dev/null || options+=(-p xdist.plugin)
+options+=(-o testpaths=tests -rs ${arguments[@]+"${arguments[@]}"})
+
 failed=0
-"$python" -m pytest --gpu -m 'gpu and not mpi' -o testpaths=tests -rs ${options[@]+"${options[@]}"} \
-    ${arguments[@]+"${arguments[@]}"} || failed=1
+"$python" -m pytest --gpu -m 'gpu and not mpi' "${options[@]}" || failed=1
 for size in ${mpiexec:+2 3}; do
-    OMP_NUM_THREADS=1 "$mpiexec" -n "$size" "$python" -m pytest --gpu --with-mpi \
-        -m 'gpu and mpi' -p no:cacheprovider -o testpaths=tests -o timeout_method=thread -rs \
-        ${options[@]+"${options[@]}"} ${arguments[@]+"${arguments[@]}"} </dev/null || failed=1
+    OMP_NUM_THREADS=1 "$mpiexec" -n "$size" "$python" -m pytest --gpu --with-mpi -m 'gpu and mpi' \
+        -p no:cacheprovider -o timeout_method=thread "${options[@]}" </dev/null || failed=1
 done
 exit $failed

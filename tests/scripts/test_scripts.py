@@ -193,19 +193,20 @@ def test_gpu_tests_where_nothing_can_be_downloaded(machine):
     assert "needs a folder with wheels, got 'elsewhere'" in ended.stderr
 
 
-@pytest.mark.parametrize("has_mpi", [True, False])
-def test_gpu_tests_in_an_environment_that_is_there(machine, has_mpi):
+@pytest.mark.parametrize("mpiexec", ["fits", "of another library", None])
+def test_gpu_tests_in_an_environment_that_is_there(machine, mpiexec):
     """Nothing is installed, and no plugin is loaded but those that the tests need."""
     told = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
+    told += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")
     machine.add_python("their-python", first_case=told)
     script = with_gpu(machine)
-    if has_mpi:
+    if mpiexec is not None:
         machine.program(machine.bin / "mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')
     ended = machine.run("bash", script, "--python", "their-python", "-x")
     assert ended.returncode == 0, ended.stderr
-    assert ("without MPI" in ended.stderr) == (not has_mpi)
+    assert ("without MPI" in ended.stderr) == (mpiexec != "fits")
     runs = machine.calls("-m pytest")
-    assert len(runs) == (3 if has_mpi else 1)
+    assert len(runs) == (3 if mpiexec == "fits" else 1)
     assert all("-p pytest_timeout -p pytest_mpi" in run and run.endswith(" -x") for run in runs)
     assert len(machine.calls("alone: 1")) == len(runs)
     assert machine.calls("pip") == []
