@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from cupy_stand_in.counts import count
-from cupy_stand_in.cuda import Memory, current, is_pinned
+from cupy_stand_in.cuda import Memory, current, is_pinned, on_device
 
 __all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
 
@@ -113,8 +113,9 @@ class ndarray:  # noqa: N801 - CuPy's name
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> Any:
         count("reads")
-        self._memory.read(self._host)
-        current.stream_on(self._memory.device).settle()
+        with on_device(self._memory.device):
+            self._memory.read(self._host)
+            current.stream.settle()
         if out is None:
             return self._host.copy(order="C")
         if not isinstance(out, np.ndarray):
@@ -138,10 +139,10 @@ class ndarray:  # noqa: N801 - CuPy's name
         if not (self._host.flags.c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
         count("copies")
-        stream = current.stream_on(self._memory.device)
-        self._memory.write(self._host, stream)
-        if is_pinned(arr):
-            stream.begin_to_read(arr)
+        with on_device(self._memory.device):
+            self._memory.write(self._host)
+            if is_pinned(arr):
+                current.stream.begin_to_read(arr)
         self._host[...] = arr
 
     def item(self) -> Any:
