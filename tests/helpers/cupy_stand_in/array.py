@@ -202,7 +202,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
             launch()
-            self._memory.read(self._host)
+            _use(self)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
 
