@@ -78,7 +78,10 @@ class Device:
         if index is not None and index >= count:
             raise ValueError(f"device {text!r} was asked for, and this machine has GPUs 0 to "
                              f"{count - 1}")  # fmt: skip
-        _try_out(cupy, cupy.cuda.runtime.getDevice() if index is None else index)
+        # A process that computes on a GPU takes some of its memory. If there are several GPUs and
+        # none is named, a rank has its own when the model is wrapped: see `use`.
+        if index is not None or count == 1:
+            _try_out(cupy, index or 0)
         return cls("cuda", index)
 
     @classmethod
@@ -103,9 +106,19 @@ class Device:
         return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
-        """Make the GPU the calling thread's device; do nothing without a number or on the host."""
+        """Make the GPU the calling thread's device, if it has a number; nothing on the host.
+
+        Raises
+        ------
+        DeviceUnavailableError
+            If CuPy cannot compute on the thread's GPU.
+        """
+        if not self.is_gpu:
+            return
+        cupy = load_cupy()
         if self.index is not None:
-            load_cupy().cuda.Device(self.index).use()
+            cupy.cuda.Device(self.index).use()
+        _try_out(cupy, cupy.cuda.runtime.getDevice())
 
     def put(self, array: Array) -> Array:
         """Return ``array``, or a copy of it, on the device."""
