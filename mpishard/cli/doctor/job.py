@@ -81,8 +81,8 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
 _OPERATIONS = ("Allreduce", "Allgatherv", "Alltoallv", "Bcast", "Send")
 """Operations that are tested on GPU memory, each of them blocking and non-blocking."""
 
-_HANDED_OVER = ("Allgatherv", "Alltoallv", "Bcast")
-"""Operations to which mpishard passes pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
+_HANDED_OVER = "Send"
+"""Operation to which mpishard passes pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
 
 _ASK_CUPY = """
 import cupy
@@ -184,7 +184,7 @@ def _cuda_aware(launcher: Launcher) -> Finding:
             how = f"fails ({shortened(why_it_failed(answer, command).text, 60)})"
         texts.append(f"{operation} {how}")
     text = f"on GPU memory: {', '.join(texts)}"
-    is_able, is_told = all(works[each] for each in _HANDED_OVER), settings.cuda_aware()
+    is_able, is_told = works[_HANDED_OVER], settings.cuda_aware()
     if is_told and not is_able:
         text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
         fix = "unset MPISHARD_CUDA_AWARE"
