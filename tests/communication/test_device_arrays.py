@@ -1,6 +1,9 @@
 """GPU arrays between ranks: in memory, and under MPI through the host or by their pointers."""
 
+import ctypes
 import logging
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +13,22 @@ from mpishard.communication.mpi import messages
 from mpishard.testing.worlds import in_worlds
 
 
+def reads_gpu_memory():
+    """Return what the user says of the MPI library, or else what it says itself."""
+    if "MPISHARD_CUDA_AWARE" in os.environ:
+        return os.environ["MPISHARD_CUDA_AWARE"] == "1"
+    from mpi4py import MPI
+
+    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return ask is not None and bool(ask())
+
+
 @pytest.fixture(params=["0", "1"], ids=["staged", "aware"])
 def way(request, monkeypatch):
     """How MPI gets them; in memory there is no difference."""
+    gives_addresses = request.param == "1" and request.config.getoption("with_mpi")
+    if gives_addresses and request.config.getoption("gpu") and not reads_gpu_memory():
+        pytest.skip("this MPI library is not built for CUDA: it would crash")
     monkeypatch.setenv("MPISHARD_CUDA_AWARE", request.param)
     return request.param
 
@@ -136,6 +152,20 @@ def test_staging_is_said_once_and_reuses_pinned_memory(backend, gpu, caplog):
     assert backend.scratch_bytes >= 8000
     if getattr(gpu, "__stand_in__", False):
         assert gpu.cuda.pinned_bytes == 8000  # which the pool would round up
+
+
+@pytest.mark.mpi
+def test_the_library_is_asked_unless_the_user_says_it(backend, monkeypatch):
+    monkeypatch.delenv("MPISHARD_CUDA_AWARE", raising=False)
+    assert reads_gpu_memory() in (False, True)
+    for answers in ({}, {"MPIX_Query_cuda_support": lambda: 0}):
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda path, answers=answers: SimpleNamespace(**answers)
+        )
+        assert not reads_gpu_memory()
+    for value in ("0", "1"):
+        monkeypatch.setenv("MPISHARD_CUDA_AWARE", value)
+        assert reads_gpu_memory() == (value == "1")
 
 
 def test_the_switch_is_checked(monkeypatch):

@@ -226,6 +226,29 @@ class _Host:
         return 1, 0
 
 
+def test_last_bits_depend_on_sizes_and_alignment_if_a_test_says_so():
+    """cuBLAS and CUB take another order of sums; element by element there is none."""
+    values = np.random.default_rng(0).standard_normal(64)
+    with installed() as cp:
+
+        def bits(start, stop):
+            memory = cp.zeros(256)
+            memory[start:stop].set(values[: stop - start])
+            rows = memory[start:stop].reshape(-1, 8)
+            sums = rows.sum(axis=1), cp.einsum("ij,ij->i", rows, rows), rows @ cp.ones((8, 1))
+            return [part[0].tobytes() for part in (*sums, rows * rows)]
+
+        for varies, first, second in (
+            ({"sizes"}, (0, 8), (0, 16)),
+            ({"alignment"}, (0, 8), (1, 9)),
+        ):
+            assert bits(*first) == bits(*second)
+            cp.cuda.varies = varies
+            alike = [one == other for one, other in zip(bits(*first), bits(*second), strict=True)]
+            assert alike == [False, False, False, True]
+            cp.cuda.varies = set()
+
+
 def test_work_is_counted():
     with installed(device_count=2) as cp:
         a, b = cp.zeros(4), cp.zeros(4)

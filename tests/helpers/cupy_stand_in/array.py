@@ -10,12 +10,13 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from cupy_stand_in.counts import count
-from cupy_stand_in.cuda import Memory, current, is_pinned
+from cupy_stand_in.cuda import Memory, current, is_pinned, on_device
 
 __all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
 
 _KINDS = "biufc"
 _PRIVATE = object()
+_SUMS = (np.sum, np.mean, np.var, np.prod, np.cumsum, np.dot, np.matmul, np.einsum, np.tensordot)
 _NO_FILL = ValueError("non-scalar numpy.ndarray cannot be used for fill")
 
 
@@ -112,8 +113,9 @@ class ndarray:  # noqa: N801 - CuPy's name
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> Any:
         count("reads")
-        self._memory.read(self._host)
-        current.stream_on(self._memory.device).settle()
+        with on_device(self._memory.device):
+            self._memory.read(self._host)
+            current.stream.settle()
         if out is None:
             return self._host.copy(order="C")
         if not isinstance(out, np.ndarray):
@@ -137,10 +139,10 @@ class ndarray:  # noqa: N801 - CuPy's name
         if not (self._host.flags.c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
         count("copies")
-        stream = current.stream_on(self._memory.device)
-        self._memory.write(self._host, stream)
-        if is_pinned(arr):
-            stream.begin_to_read(arr)
+        with on_device(self._memory.device):
+            self._memory.write(self._host)
+            if is_pinned(arr):
+                current.stream.begin_to_read(arr)
         self._host[...] = arr
 
     def item(self) -> Any:
@@ -199,8 +201,8 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
-            count("launches")
-            self._memory.read(self._host)
+            launch()
+            _use(self)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
 
@@ -215,7 +217,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         if is_basic:
             return self._view(_part(self._host, index))
         _use(self)
-        count("launches")
+        launch()
         return give(self._host[index])
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -225,7 +227,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         target = _part(self._host, index)
         if not isinstance(value, ndarray):
             _require_near(self)
-            count("launches")
+            launch()
             self._memory.write(target if is_basic else self._host)
             self._host[index] = checked_scalar(value, self.dtype)
             return
@@ -243,7 +245,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             value._memory.read(source)
             self._memory.write(target)
         else:  # a kernel, for which all must lie on the device
-            count("launches")
+            launch()
             _require_near(self)
             _use(value)
             self._memory.write(target if is_basic else self._host)
@@ -279,7 +281,10 @@ class ndarray:  # noqa: N801 - CuPy's name
     def copy(self, order: str = "C") -> ndarray:
         """On the current device, from whichever it lies on."""
         is_near = self._memory.device == current.device
-        count("launches" if is_near else "copies")
+        if is_near:
+            launch()
+        else:
+            count("copies")
         self._memory.read(self._host)
         return give(self._host.copy(order="C"))
 
@@ -294,13 +299,13 @@ class ndarray:  # noqa: N801 - CuPy's name
         if host is self._host:
             return self
         _use(self)
-        count("launches")
+        launch()
         return _made(host)
 
     def take(self, indices: Any, axis: int | None = None) -> ndarray:
         _use(self, *([indices] if isinstance(indices, ndarray) else []))
         host = indices._host if isinstance(indices, ndarray) else np.asarray(indices)
-        count("launches")
+        launch()
         # CuPy wraps what is out of bounds, without a word.
         return give(self._host.take(host, axis, mode="wrap"))
 
@@ -311,7 +316,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def nonzero(self) -> tuple[ndarray, ...]:
         _use(self)
-        count("launches")
+        launch()
         count("reads")
         current.stream.settle()
         return tuple(give(part) for part in self._host.nonzero())
@@ -387,7 +392,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     arrays = [arg for arg in args if isinstance(arg, ndarray)]
     _use(*arrays)
-    count("launches")
+    launch()
     dtype = arrays[0].dtype if arrays else np.dtype(float)
     hosts: list[Any] = []
     for arg in args:
@@ -399,13 +404,42 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             hosts.append(checked_scalar(arg, dtype))
     with np.errstate(all="ignore"):  # a GPU does not warn
         if out is None:
-            return give(function(*hosts, **kwargs))
+            return give(_varied(function, function(*hosts, **kwargs), arrays))
         if not isinstance(out, ndarray):
             raise TypeError(f"out must be a cupy.ndarray, got {type(out)}")
         _require_near(out)
         out._memory.write(out._host)
-        function(*hosts, out=out._host, **kwargs)
+        result = function(*hosts, out=out._host, **kwargs)
+        out._host[...] = _varied(function, result, arrays)
     return out
+
+
+def _varied(function: Any, result: Any, arrays: list[ndarray]) -> Any:
+    """Another last bit of a sum or product for what ``cuda.varies`` names."""
+    import cupy
+
+    result, varies = np.asarray(result), cupy.cuda.varies
+    if function not in _SUMS or result.dtype.kind not in "fc" or not varies:
+        return result
+    odd = 0
+    for array in arrays:
+        start = array if array.base is None else array.base
+        odd += sum(array.shape) if "sizes" in varies else 0
+        if "alignment" in varies:  # each allocation is aligned
+            odd += (array.data.ptr - start.data.ptr) % 16 // array.itemsize
+    return result * (1 + (odd % 3 - 1) * np.finfo(result.dtype).eps)
+
+
+def launch() -> None:
+    """Begin a kernel, which CuPy has to compile."""
+    import cupy
+
+    if not cupy.cuda.has_headers:
+        raise RuntimeError(
+            "Failed to find CUDA headers. Please install CUDA toolkit headers (e.g., pip install "
+            "cupy-cuda12x[ctk]) or specify CUDA_PATH environment variable."
+        )
+    count("launches")
 
 
 def _require_near(array: ndarray) -> None:

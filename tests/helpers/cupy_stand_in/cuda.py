@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from cupy_stand_in.counts import count
 
-__all__ = ["Cuda", "Memory", "current", "is_pinned"]
+__all__ = ["Cuda", "Memory", "current", "is_pinned", "on_device"]
 
 _PINNED_UNIT = 512
 
@@ -87,6 +89,16 @@ class _Thread(threading.local):
 current = _Thread()
 
 
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make ``device`` current inside of the block."""
+    before, current.device = current.device, device
+    try:
+        yield
+    finally:
+        current.device = before
+
+
 class Memory:
     """One allocation: the device it lies on, and who is at work on which bytes of it.
 
@@ -101,11 +113,11 @@ class Memory:
 
     def read(self, host: np.ndarray[Any, Any]) -> None:
         """Begin to read ``host`` on this thread's stream, or refuse."""
-        self._begin(host, current.stream, writes=False)
+        self._begin(host, writes=False)
 
-    def write(self, host: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
+    def write(self, host: np.ndarray[Any, Any]) -> None:
         """Begin to write ``host`` on this thread's stream, or refuse."""
-        self._begin(host, stream or current.stream, writes=True)
+        self._begin(host, writes=True)
 
     def hand_over(self, host: np.ndarray[Any, Any]) -> None:
         """Let a library read and write ``host`` that knows nothing of streams, or refuse.
@@ -122,8 +134,9 @@ class Memory:
         with self._lock:
             self._refuse_races(*byte_bounds(host), stream, writes=True)
 
-    def _begin(self, host: np.ndarray[Any, Any], stream: Stream, *, writes: bool) -> None:
+    def _begin(self, host: np.ndarray[Any, Any], *, writes: bool) -> None:
         low, high = byte_bounds(host)
+        stream = current.stream
         stream.is_idle = False
         with self._lock:  # of two threads that begin at once, each must see the other, or be seen
             self._refuse_races(low, high if host.size else low, stream, writes=writes)
@@ -232,13 +245,18 @@ class Cuda:
     ----------
     device_count : int
         How many GPUs there seem to be.
+    has_headers : bool
+        Whether kernels can be compiled.
     """
 
-    def __init__(self, device_count: int) -> None:
+    def __init__(self, device_count: int, has_headers: bool) -> None:
+        self.has_headers = has_headers
         self.runtime = _Runtime(device_count)
         self.Device = type("Device", (_Device,), {"count": device_count})
         self.pinned_bytes = 0
         """Of all pinned memory that was ever asked for."""
+        self.varies: set[str] = set()
+        """On what last bits of sums and products depend, as CUDA's do: "sizes", "alignment"."""
         current.device = 0
 
     def is_available(self) -> bool:
