@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -122,6 +122,12 @@ def is_device_array(array: Array) -> bool:
     return array_namespace(array) is not np
 
 
+def lies_on_device(value: Any) -> bool:
+    """Return whether any object is an array in GPU memory."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
 def to_host(array: Array) -> np.ndarray[Any, Any]:
     """Return ``array`` as a NumPy array: itself, or a copy from the GPU."""
     return array if isinstance(array, np.ndarray) else np.asarray(array.get())
@@ -181,6 +187,41 @@ def copy_into(target: Array, source: Array) -> None:
         target[...] = source.get(out=target) if contiguous else source.get()
     else:
         target.set(np.asarray(source, target.dtype, order="C"))
+
+
+def read_numbers(numbers: Sequence[Any]) -> list[float]:
+    """Return numbers as floats; those that lie on a GPU, as arrays of one element, by one copy.
+
+    The host waits for that copy, and for nothing if no number lies on a GPU.
+
+    Parameters
+    ----------
+    numbers : sequence of (float or Array)
+        Numbers, and arrays of one element.
+    """
+    far = [n.reshape(1).astype(np.float64, copy=False) for n in numbers if lies_on_device(n)]
+    if not far:
+        return [float(number) for number in numbers]
+    read = iter(array_namespace(far[0]).concatenate(far).get().tolist())
+    return [next(read) if lies_on_device(number) else float(number) for number in numbers]
+
+
+def lie_end_to_end(first: Array, second: Array) -> bool:
+    """Return whether two 1-D arrays on a GPU follow each other in one 1-D array, their base."""
+    base = first.base
+    return (
+        base is not None
+        and base is second.base
+        and base.ndim == 1
+        and base.dtype == first.dtype == second.dtype
+        and address(first) + first.nbytes == address(second)
+    )
+
+
+def stretched(array: Array, length: int) -> Array:
+    """Return ``length`` elements of the 1-D base of ``array``, from where ``array`` begins."""
+    start = (address(array) - address(array.base)) // array.dtype.itemsize
+    return array.base[start : start + length]
 
 
 def synchronize(array: Array) -> None:

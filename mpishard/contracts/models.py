@@ -51,7 +51,8 @@ class ILossFunction(ABC):
     ) -> tuple[float, float, Any]:
         """Return the sum of the losses, the sum of their weights, and the values for `backward`.
 
-        The values may be None if ``training`` is False.
+        The values may be None if ``training`` is False. On a GPU the sums may be arrays of one
+        element, for which the host does not wait.
         """
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
@@ -65,14 +66,15 @@ class ILossFunction(ABC):
         """Return the gradient of the mean loss with respect to the prediction, in its shape."""
         _, weight, saved = self.forward(prediction, target)
         gradient = self.backward(saved)
-        if weight:
-            gradient /= weight
+        if counted := float(weight):
+            gradient /= counted
         return gradient
 
     def __call__(self, prediction: Array, target: Array) -> float:
         """Return the mean loss: the sum divided by the weight; 0 if the weight is 0."""
         total, weight, _ = self.forward(prediction, target, training=False)
-        return total / weight if weight else 0.0
+        counted = float(weight)
+        return float(total) / counted if counted else 0.0
 
 
 @dataclass

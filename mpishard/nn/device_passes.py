@@ -189,7 +189,7 @@ extern "C" __global__ void softmax_gradient(T* d, const T* y, long long width) {
 }
 """
 
-# A target is wrong if it is neither a class nor ignored. It adds nothing, and is counted.
+# A target that is neither a class nor ignored gives NaN: the host would have to wait to refuse it.
 _CROSS_ENTROPY = r"""
 extern "C" __global__ void cross_entropy(const T* logits, const long long* targets,
                                          const double* weights, T* gradient, double* totals,
@@ -217,9 +217,10 @@ extern "C" __global__ void cross_entropy(const T* logits, const long long* targe
         T expected = counts ? row[target] - largest : T(0);
         if (smoothing != T(0)) expected = (1 - smoothing) * expected + smoothing * (sum / classes);
         T loss = log_total - expected + z_loss * log_z * log_z;
-        totals[blockIdx.x * 3LL] = counts ? loss * weight : 0.0;
-        totals[blockIdx.x * 3LL + 1] = counts ? weight : 0.0;
-        totals[blockIdx.x * 3LL + 2] = target != ignored && !is_class;
+        double nothing = 0;
+        if (target != ignored && !is_class) nothing /= nothing;
+        totals[blockIdx.x * 2LL] = counts ? loss * weight : nothing;
+        totals[blockIdx.x * 2LL + 1] = counts ? weight : 0.0;
     }
     if (!gradient) return;
     T* d = gradient + blockIdx.x * classes;
@@ -383,13 +384,12 @@ def cross_entropy(
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Return the sums of `mpishard.nn.CrossEntropy`, and its gradient if that is needed.
 
-    The sums, of shape (3,) and float64, are the loss, the weight, and the number of targets that
-    are neither a class nor ignored.
+    The sums, of shape (2,) and float64, are those of the loss and of the weight.
     """
     xp = NAMESPACES[type(logits_NV)]
     rows, classes = logits_NV.shape
     gradient = xp.empty_like(logits_NV) if needs_gradient else None
-    totals, sums = xp.empty((rows, 3), np.float64), xp.empty(3, np.float64)
+    totals, sums = xp.empty((rows, 2), np.float64), xp.empty(2, np.float64)
     _row_kernel("cross_entropy", classes).launch(
         rows, logits_NV.dtype, logits_NV, _int64(target_N), weight_N, gradient,
         totals, ignore_index, label_smoothing, z_loss, classes,

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpishard.arguments import as_amount, as_integer, as_number, as_positive
-from mpishard.arrays import NAMESPACES, Array, array_namespace, chunks, is_device_array
+from mpishard.arrays import (
+    NAMESPACES,
+    Array,
+    array_namespace,
+    chunks,
+    is_device_array,
+    lies_on_device,
+)
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
 from mpishard.nn import device_passes
@@ -24,12 +31,27 @@ from mpishard.nn.layers.activations import sigmoid
 from mpishard.nn.targets import as_class_weight, checked_targets, parts_of
 
 
+def _added(sums: Sequence[Any], divisor: int = 1) -> Any:
+    """Return the total of the chunks' sums, divided.
+
+    On a GPU, where the whole array is one chunk, it is an array of one element: the host need not
+    wait for it.
+    """
+    if len(sums) == 1 and lies_on_device(sums[0]):
+        return sums[0] if divisor == 1 else sums[0] / divisor
+    total = 0.0
+    for part in sums:
+        total += float(part)
+    return total / divisor
+
+
 class Loss(ILossFunction):
     """Base of losses, which compare a prediction with a target. Like a layer, a loss has no arrays.
 
     ``forward(prediction, target, training)`` changes neither array and accumulates its sum in
-    float64. It returns sum and weight 0.0 if there are no samples. ``backward`` returns an array of
-    the prediction's shape and dtype, which the caller may overwrite. It can be called only once for
+    float64. It returns sum and weight 0.0 if there are no samples. On a GPU they may be arrays of
+    one element, for which the host has not waited. ``backward`` returns an array of the
+    prediction's shape and dtype, which the caller may overwrite. It can be called only once for
     each forward pass, because it overwrites ``saved``.
 
     The losses of this module take targets with weights, ``mpishard.data.Samples((targets,
@@ -80,26 +102,26 @@ class _RealLoss(Loss):
         xp = NAMESPACES[type(prediction)]
         outputs = math.prod(prediction.shape[1:])
         gradient = xp.empty_like(prediction) if training else None
-        total = counted = 0.0
+        totals, weight_sums = [], []
         for rows in chunks(prediction):
             slope = None if gradient is None else gradient[rows]
             targets = target[rows].astype(prediction.dtype, copy=False)
             losses = self._losses(prediction[rows], targets, slope)
             factors = self._weights(targets, None if weights is None else weights[rows])
             if factors is None:
-                counted += losses.size
+                weight_sums.append(float(losses.size))
             else:
                 factors = xp.broadcast_to(factors, losses.shape)
-                counted += float(factors.sum(dtype="float64"))
+                weight_sums.append(factors.sum(dtype="float64"))
                 # An error of weight 0 may be infinite or NaN: multiplied it would still count.
                 losses = xp.where(factors > 0, losses, 0) * factors
                 if slope is not None:
                     slope[factors == 0] = 0
                     slope *= factors
-            total += float(losses.sum(dtype="float64"))  # so that small terms of large sums count
+            totals.append(losses.sum(dtype="float64"))  # so that small terms of large sums count
             if slope is not None:
                 slope *= self._factor / outputs
-        return total / outputs, counted / outputs, gradient
+        return _added(totals, outputs), _added(weight_sums, outputs), gradient
 
     def _weights(self, t: Array, weights: Array | None) -> Array | None:
         """Return the weight of each target t from those given, None if each is 1."""
@@ -319,7 +341,8 @@ class CrossEntropy(Loss):
 
     def _forward_on_device(
         self, prediction: Array, target: Array, training: bool
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Array, Array, Any]:
+        """Do `forward` without a wait: a target that is neither a class nor ignored gives NaN."""
         targets = self._checked_shapes(prediction.shape, target)
         is_weighted = targets is not target or self.class_weight is not None
         target_N, _, weight_N = self.rows_of(target) if is_weighted else (targets, None, None)
@@ -329,11 +352,8 @@ class CrossEntropy(Loss):
             target_N.reshape(-1), weight_N, ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing, z_loss=self.z_loss, needs_gradient=training,
         )  # fmt: skip
-        # The host waits here once, for all that it needs to know.
-        total, weight, wrong = sums.get().tolist()
-        if wrong:
-            self.check_target(prediction.shape, target)
-        return total, weight, None if gradient_NV is None else gradient_NV.reshape(prediction.shape)
+        saved = None if gradient_NV is None else gradient_NV.reshape(prediction.shape)
+        return sums[0], sums[1], saved
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not classes.

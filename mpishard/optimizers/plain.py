@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import require_type
-from mpishard.arrays import Array, array_namespace, require_plain, to_host
+from mpishard.arrays import Array, array_namespace, read_numbers, require_plain, to_host
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.contracts import IShardedModel
 from mpishard.errors import NonFiniteLossError, ShardingError
-from mpishard.models.stores.gradient_store import squared_norm
+from mpishard.models.stores.norm import squared_norm
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules import schedules
@@ -320,7 +320,8 @@ class PlainTraining:
             )
             for run, segments in _runs(self._segments)
         ]
-        norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
+        squares = squared_norm([owned.gradients for owned in ranges])
+        norm = math.sqrt(*read_numbers([squares]))
         rate = self.rule.rate_of_step(step)
         context = UpdateContext(step + 1, rate, self.rule.clip_factor(norm))
         self.rule.update_all(ranges, context)

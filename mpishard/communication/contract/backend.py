@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from mpishard import settings
 from mpishard.arguments import as_count, as_flag, as_index, as_integer
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, address, array_namespace, copy_into, is_device_array
 from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
     DTYPES,
@@ -368,6 +368,8 @@ class CommunicationBackend(ITransport):
         call = Call.describe(
             Kind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
         )
+        if self._is_alone_on_gpu(array):
+            return self._start(call, self._steps_alone, array, out)
         return self._start(call, self._steps_all_reduce, array, out)
 
     def reduce_scatter(
@@ -451,6 +453,8 @@ class CommunicationBackend(ITransport):
             subject=subject,
             sends=sends,
         )
+        if self._is_alone_on_gpu(array):
+            return self._start(call, self._steps_alone, array, out)
         return self._start(call, self._steps_reduce_scatter, array, pieces, out)
 
     def all_gather(self, array: Array, *, out: Array | None = None, subject: int = 0) -> Array:
@@ -497,6 +501,8 @@ class CommunicationBackend(ITransport):
         rows = -1 if out is None else out.shape[0]
         sends = {"all_gather": array.nbytes * (self.world_size - 1)}
         call = Call.describe(Kind.ALL_GATHER, array, out_rows=rows, subject=subject, sends=sends)
+        if self._is_alone_on_gpu(array):
+            return self._start(call, self._steps_alone, array, out)
         return self._start(call, self._steps_all_gather, array, out)
 
     def broadcast(self, array: Array | None, root: int = 0, *, subject: int = 0) -> Array:
@@ -545,6 +551,8 @@ class CommunicationBackend(ITransport):
         call = Call.describe(
             Kind.BROADCAST, array, root=root, subject=subject, sends={"broadcast": sent}
         )
+        if array is not None and self._is_alone_on_gpu(array):
+            return self._start(call, self._steps_alone, array, array)
         return self._start(call, self._steps_broadcast, array, root)
 
     def scatter(
@@ -1157,6 +1165,22 @@ class CommunicationBackend(ITransport):
                 if self._sequence == sequence:  # the other ranks wait in it for this one
                     self._break(call.where, error)
                 raise
+
+    def _is_alone_on_gpu(self, array: Array) -> bool:
+        return self.world_size == 1 and is_device_array(array)
+
+    def _steps_alone(self, call: Call, array: Array, out: Array | None) -> Steps:
+        """A collective of a world of one on a GPU: one copy at most, for which nobody waits."""
+        self._verify([call])
+        yield from ()  # steps are a generator, of which these wait for nothing
+        if out is None:
+            out = array.copy()
+        elif call.operation is ReductionOperation.AVERAGE:
+            self._reducer.reduce([array.reshape(-1)], call.operation, out.reshape(-1))
+        elif address(out) != address(array):
+            overlaps = array_namespace(array).may_share_memory(array, out)
+            copy_into(out, array.copy() if overlaps else array)
+        return out
 
     def _issue(self, call: Call, steps: Steps) -> Work:
         """Begin a collective, and advance it as far as possible without blocking."""

@@ -10,14 +10,15 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, read_numbers
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.passes import OwnPasses, Passes, Reduced
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.update import Policy, Round, Rule, StepReport, TrainingRecord, Update
 from mpishard.models.programs.program import Batch, Program
-from mpishard.models.stores.gradient_store import BackwardPass, GradientStore, squared_norm
+from mpishard.models.stores.gradient_store import BackwardPass, GradientStore
+from mpishard.models.stores.norm import squared_norm
 from mpishard.models.stores.offload import UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
@@ -278,7 +279,7 @@ class Engine:
             gradient[e.start : e.stop] for e in placement.entries
             if e.name not in self.program.frozen
         ]  # fmt: skip
-        norm = math.sqrt(squared_norm(trained))
+        norm = math.sqrt(*read_numbers([squared_norm(trained)]))
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
@@ -303,8 +304,11 @@ class Engine:
     def run_pass(
         self, x: Array, y: Array, gradients: GradientStore, *, this: BackwardPass,
         sample_start: int = 0, loss: ILossFunction | None = None,
-    ) -> tuple[float, float]:  # fmt: skip
-        """Run one forward and backward pass; return this rank's loss sum and weight."""
+    ) -> tuple[float | Array, float | Array]:  # fmt: skip
+        """Run one forward and backward pass; return this rank's loss sum and weight.
+
+        On a GPU they are arrays of one element, for which nobody has waited.
+        """
         gradients.begin(this)
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)

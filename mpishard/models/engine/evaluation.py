@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, read_numbers
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.engine import Engine
@@ -42,7 +42,7 @@ def local_gradient(
         full = array_namespace(full).zeros(engine.layout.length, full.dtype)
         for piece, values in zip(pieces, sink.local(pieces), strict=True):
             full[piece.start : piece.stop] = values
-    total, weight = replica.tell(total, weight)
+    total, weight = replica.tell(*read_numbers([total, weight]))
     full = program.vector.assemble(full, layout)
     if weight:
         full /= weight

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arrays import Array, block_squares
+from mpishard.arrays import Array, block_squares, read_numbers
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
@@ -278,8 +278,7 @@ class GradientLeaves:
         """
         squares = np.zeros(len(self._places))
         with np.errstate(over="ignore"):
-            for place, values in zip(self._own, gradients, strict=True):
-                squares[place] = float(block_squares(values).sum())
+            squares[self._own] = read_numbers([block_squares(g).sum() for g in gradients])
         return np.concatenate([self._spread(parts), squares])
 
     def fold(self, message: Array) -> Sums:
@@ -344,7 +343,7 @@ class LeafPasses(Passes):
         batches = self.leaves.cut(x, y, sample_start)
         for number, (inputs, targets, start) in enumerate(batches, start=1):
             self.run(engine, inputs, targets, start, is_last=number == len(batches))
-        return self.reduced(engine, engine.round.loss, settings)
+        return self.reduced(engine, engine.round.read()[0], settings)
 
     def model_changed(self) -> None:
         # The parts of rank 0 alone would decide the buffers.
@@ -354,7 +353,7 @@ class LeafPasses(Passes):
             "put those modules in eval mode, replace them, or give gradient_leaves=None",
         )
 
-    def totals(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Sums:
+    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Sums:
         round_, counted = engine.round, self.store.owned(engine.pieces.counted)
         message = self.leaves.message(round_.parts, counted)
         return round_.totals(message, loss, settings, engine.step_number + 1, self.leaves.fold)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, read_numbers
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
     GradientStore,
     ReplicatedGradients,
-    squared_norm,
 )
+from mpishard.models.stores.norm import squared_norm
 from mpishard.models.stores.offload import OffloadedGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece
@@ -111,16 +111,16 @@ class Passes:
         loss, weight = self.run(engine, x, y, sample_start, is_last=not round_.accumulates)
         if not round_.accumulates:
             return self.reduced(engine, loss, settings)
-        message = [loss, weight, 0.0]
+        message = [*read_numbers([loss, weight]), 0.0]
         total, total_weight, _ = round_.totals(message, loss, settings, engine.step_number + 1)
         return Reduced((), StepReport(engine.mean(total, total_weight), total_weight, None))
 
     def run(
         self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
-    ) -> tuple[float, float]:
+    ) -> tuple[float | Array, float | Array]:
         """Run a pass that adds to the round, and in the last one reduces; return loss and weight.
 
-        Collective if it reduces.
+        Collective if it reduces. On a GPU they are arrays of one element, for which nobody waits.
         """
         round_ = engine.round
         compresses = engine.config.enable_gradient_compression
@@ -129,7 +129,7 @@ class Passes:
         round_.add(*own)
         return own
 
-    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
         """Return the gradients of the store, with the sums over all ranks. Collective.
 
         ``loss`` is this rank's in the last pass, for the error if it is not finite.
@@ -148,14 +148,14 @@ class Passes:
         """Hook: the passes have changed the model's state besides parameters."""
 
     def totals(
-        self, engine: Engine, loss: float, settings: Mapping[str, Any]
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]
     ) -> tuple[float, float, float]:
         """Return sums over all ranks: of losses, of weights, and the gradient's squares."""
         round_ = engine.round
         # Each rank adds the squares of its own piece only, even if the gradient is replicated. In
         # one message, because the cost of a small all-reduce is its latency.
         squares = squared_norm(self.store.owned(engine.pieces.counted))
-        message = [round_.loss, round_.weight, squares]
+        message = round_.read(squares)  # the one wait for a GPU in a step
         return round_.totals(message, loss, settings, engine.step_number + 1)
 
     def finish(self) -> None:
@@ -191,15 +191,16 @@ class OwnPasses(Passes):
             sample_start = round_.own_sample_start(len(x)) if engine.program.is_random else 0
         loss, weight = self.run(engine, x, y, sample_start, is_last=False)
         if round_.accumulates:
+            loss, weight = read_numbers([loss, weight])
             return Reduced((), StepReport(engine.mean(loss, weight), weight, None))
-        if round_.weight == 0:
-            raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         gradients = local_gradients(self.store, engine.pieces.updated)
-        squared = squared_norm(gradients)
-        if not (math.isfinite(round_.loss) and math.isfinite(squared)):
+        loss, used, squared = round_.read(squared_norm(gradients))
+        if used == 0:
+            raise ValueError("this rank has no sample that counts in this step; all weights are 0")
+        if not (math.isfinite(loss) and math.isfinite(squared)):
             what = f"the loss or the gradient of rank {engine.backend.rank} is not finite"
             round_.refuse_nonfinite(what, engine.step_number + 1)
-        report, used = engine.report(round_.loss, round_.weight, squared), round_.weight
+        report = engine.report(loss, used, squared)
         # `synchronize_replicas` weighs each replica by the samples that it has used.
         return Reduced(gradients, report, finish=lambda: engine.replicas.drift(used))
 

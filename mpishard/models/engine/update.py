@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import zlib
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, chunk_length
+from mpishard.arrays import Array, chunk_length, read_numbers
 from mpishard.callbacks.run import Wishes
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.errors import NonFiniteLossError, ShardingError
@@ -133,10 +134,9 @@ class Round:
         Whether the next pass only adds to the round.
     defers : bool
         Whether its gradients stay on this rank until the round's last pass.
-    loss, weight : float
-        Sums of losses and weights over this rank's samples.
     parts : list of (float, float)
-        Sum and weight of the loss of each pass that this rank has added.
+        Sum and weight of the loss of each pass that this rank has added. On a GPU they are arrays
+        of one element until `read`.
     wishes : Wishes or None
         Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
@@ -147,20 +147,31 @@ class Round:
         self.is_open = False
         self.accumulates = False
         self.defers = False
-        self.loss = self.weight = 0.0
-        self.parts: list[tuple[float, float]] = []
+        self.parts: list[tuple[float | Array, float | Array]] = []
         self.wishes: Wishes | None = None
         self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
         self._axis = replica.dealt
         self._config = config
 
-    def add(self, loss: float, weight: float) -> None:
+    def add(self, loss: float | Array, weight: float | Array) -> None:
         """Count one pass, with the sum and weight of its loss."""
         self.is_open = True
-        self.loss += loss
-        self.weight += weight
         self.parts.append((loss, weight))
+
+    def read(self, *numbers: float | Array) -> list[float]:
+        """Return the sums of losses and of weights over this rank's samples, and other numbers.
+
+        What lies on a GPU is read by one copy.
+        """
+        read = read_numbers([*itertools.chain.from_iterable(self.parts), *numbers])
+        own = 2 * len(self.parts)
+        self.parts[:] = zip(read[:own:2], read[1:own:2], strict=True)
+        loss = weight = 0.0
+        for part, its_weight in self.parts:  # Python's sum would round otherwise from 3.12 on
+            loss += part
+            weight += its_weight
+        return [loss, weight, *read[own:]]
 
     @property
     def passes(self) -> int:
@@ -171,7 +182,6 @@ class Round:
         """Reset, after an update or an error."""
         # `accumulates` is not reset here: it holds until its block ends, even after an error.
         self.is_open = False
-        self.loss = self.weight = 0.0
         self.parts.clear()
         self._samples = 0
 
@@ -208,7 +218,7 @@ class Round:
     def totals(
         self,
         message: Sequence[float] | np.ndarray[Any, Any],
-        own_loss: float,
+        own_loss: float | Array,
         settings: Mapping[str, Any],
         step: int,
         fold: Callable[[np.ndarray[Any, Any]], Iterable[float]] = tuple,
@@ -256,7 +266,7 @@ class Round:
             losses = []
             if not self._config.allow_nonfinite:
                 # All ranks see the same sums, so that all come here: another collective is safe.
-                losses = backend.all_gather(np.array([own_loss])).tolist()
+                losses = backend.all_gather(np.array(read_numbers([own_loss]))).tolist()
             self.refuse_nonfinite(self._what_is_not_finite(losses), step)
         return total, weight, squared
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_loss
 from mpishard.arrays import Array, require_plain, to_host
 from mpishard.bfloat16 import rounded, widened
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
@@ -17,7 +16,7 @@ from mpishard.data import Samples, map_arrays
 from mpishard.devices import HOST
 from mpishard.errors import MissingLossError
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
-from mpishard.models.programs.program import Batch, Program, Replica
+from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
@@ -192,7 +191,7 @@ class LayeredProgram(Program):
             prediction = widened(prediction)
         total, weight, of_loss = batch.loss.forward(prediction, batch.y)
         if type(total) is not float:
-            total = as_loss(total, batch.loss, "sum")
+            total = unread_loss(total, batch.loss)
         return total, weight, [activations, batch.loss, of_loss]
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_loss
 from mpishard.arrays import Array
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.communication import CommunicationBackend
@@ -17,7 +16,7 @@ from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
-from mpishard.models.programs.program import Batch
+from mpishard.models.programs.program import Batch, unread_loss
 from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -289,7 +288,8 @@ class StageRun(IPipelineStage):
         self._activations: dict[tuple[int, int], Any] = {}
         self._pending: dict[tuple[int, int], Any] = {}
         self._left = [self._rows.world_size] * len(self._chains)
-        self.total = self.weight = 0.0
+        self.total: float | Array = 0.0
+        self.weight: float | Array = 0.0
         self.outputs: list[Array] = []
 
     def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
@@ -335,8 +335,8 @@ class StageRun(IPipelineStage):
             return y
         assert batch.loss is not None
         total, weight, saved = batch.loss.forward(self._program.leaving(y), batch.y[rows])
-        self.total += as_loss(total, batch.loss, "sum")
-        self.weight += weight
+        self.total = self.total + unread_loss(total, batch.loss)
+        self.weight = self.weight + weight
         self._activations[key] = activations
         self._pending[key] = saved
         return None

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, beside, require_plain
+from mpishard.arguments import as_loss
+from mpishard.arrays import Array, beside, lies_on_device, read_numbers, require_plain
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILossFunction
 from mpishard.data import map_arrays
@@ -23,6 +24,19 @@ from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
+
+
+def unread_loss(total: Any, loss: ILossFunction) -> float | Array:
+    """Return a loss's sum as a float, or as an array of one element on a GPU, for which none waits.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `as_loss`.
+    """
+    if lies_on_device(total) and total.size == 1 and total.dtype.kind == "f":
+        return total
+    return as_loss(total, loss, "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +305,7 @@ class Program(ABC):
         """Return sum and weight of ``loss``, without a gradient."""
         target = map_arrays(lambda array: beside(array, prediction), y)
         total, weight, _ = loss.forward(prediction, target, training=False)
+        total, weight = read_numbers([total, weight])
         return total, weight
 
     @abstractmethod

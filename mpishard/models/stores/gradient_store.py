@@ -617,19 +617,6 @@ class _Reduction:
             free.append(buffer)
 
 
-def squared_norm(arrays: Sequence[Array]) -> float:
-    """Return the sum of squares of all elements; the sums of chunks are added in float64."""
-    total = 0.0
-    for array in arrays:
-        xp = array_namespace(array)
-        step = chunk_length(array)
-        for start in range(0, int(array.size), step):
-            chunk = array[start : start + step]
-            # Chunks fit the cache, and adding them in float64 does not lose small ones.
-            total += float(xp.dot(chunk, chunk))
-    return total
-
-
 class CompressionBuffers:
     """Host buffers in which gradients travel as bfloat16, half or a quarter of their bytes.
 

@@ -65,6 +65,11 @@ class StoreLayout:
     subject: int = 0
 
     @property
+    def is_alone_on_gpu(self) -> bool:
+        """Whether one rank holds all, in the memory of a GPU: a shard is then the whole."""
+        return self.backend.world_size == 1 and self.device.is_gpu and not self.is_on_host
+
+    @property
     def on_host(self) -> StoreLayout:
         """The same layout in host memory: pinned if a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)

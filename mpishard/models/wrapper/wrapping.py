@@ -275,8 +275,9 @@ def build_engine(
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
     """Make the store of parameters for ``policy``. Collective."""
-    if not policy.shards_state:
-        # Every rank updates all parameters, so each needs a copy of its own.
+    # Every rank updates all parameters, so each needs a copy of its own. A rank that is alone with
+    # its GPU holds all in any case, and copies nothing.
+    if not policy.shards_state or layout.is_alone_on_gpu:
         return ReplicatedParameters(layout)
     # With several nodes a copy per node would not be sharded: nodes share only gathered units.
     if policy.shards_parameters and layout.backend.node_count > 1:
@@ -302,7 +303,7 @@ def make_gradient_store(
     layout: StoreLayout, policy: Policy, *, in_leaves: bool = False
 ) -> GradientStore:
     """Make the store of gradients for ``policy``. Collective."""
-    if policy.shards_gradients:
+    if policy.shards_gradients and not layout.is_alone_on_gpu:
         length = ShardedGradients.slot_length(layout)
         slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
         return ShardedGradients(layout, slots or ())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, read_numbers
 from mpishard.communication import CommunicationBackend
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced
@@ -20,8 +20,8 @@ from mpishard.models.stores.gradient_store import (
     GradientStore,
     ReplicatedGradients,
     WrappedGradients,
-    squared_norm,
 )
+from mpishard.models.stores.norm import squared_norm
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.wrapper.wrapping import make_gradient_store
 from mpishard.sharding import Piece, Unit
@@ -190,7 +190,7 @@ class ExchangedPasses(Passes):
 
     def run(
         self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
-    ) -> tuple[float, float]:
+    ) -> tuple[float | Array, float | Array]:
         self.exchange.begin()
         reduces = is_last and not self._is_alone
         own = super().run(engine, x, y, sample_start, is_last=reduces)
@@ -214,7 +214,7 @@ class ExchangedPasses(Passes):
         NonFiniteLossError
             On every rank, if they are not finite.
         """
-        squares = np.array([squared_norm(self.store.owned(engine.pieces.counted))])
+        squares = np.array(read_numbers([squared_norm(self.store.owned(engine.pieces.counted))]))
         total = engine.world.all_reduce(squares, subject=engine.layout.subject)
         norm = math.sqrt(float(total[0])) / weight
         if not math.isfinite(norm):

@@ -17,7 +17,7 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced, local_gradients
 from mpishard.models.engine.update import StepReport, Update, written_here
-from mpishard.models.stores.gradient_store import squared_norm
+from mpishard.models.stores.norm import squared_norm
 from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
 from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
 from mpishard.optimizers.replicas.exchanged_passes import parts_of
@@ -59,23 +59,21 @@ class ReplicaPasses(Passes):
 
     def run(
         self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
-    ) -> tuple[float, float]:
+    ) -> tuple[float | Array, float | Array]:
         self.store = engine.gradients
         is_last &= self._is_grouped
         return super().run(engine, x, y, sample_start, is_last=is_last)
 
-    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
         round_, store, pieces = engine.round, self.store, engine.pieces
-        own = np.array([round_.loss, round_.weight, 0.0])
         if self._is_grouped:
             engine.program.settle(engine.backend)
-            gradients = store.owned(pieces.updated)
-            own[2] = squared_norm(store.owned(pieces.counted))
-            replica = engine.replica.together.all_reduce(own.copy())
+            gradients, counted = store.owned(pieces.updated), store.owned(pieces.counted)
         else:
-            gradients = local_gradients(store, pieces.updated)
-            own[2] = squared_norm(gradients)
-            replica = own
+            gradients = counted = local_gradients(store, pieces.updated)
+        replica = own = np.array(round_.read(squared_norm(counted)))
+        if self._is_grouped:
+            replica = engine.replica.together.all_reduce(own.copy())
         total, weight, _ = round_.totals(own, loss, settings, engine.step_number + 1)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")

@@ -1,8 +1,8 @@
-"""One body for each rule: NumPy and CuPy run it on chunks, numba compiles it for elements.
+"""One body for each rule: NumPy runs it on chunks, numba and CUDA compile it for elements.
 
 NumPy reads and writes the chunk's memory once per operation. The compiled body reads and writes
 each element once. Reassociation and contraction stay off, so that each operation is rounded as
-NumPy rounds it and both give the same bits. A body runs on the thread that calls it.
+NumPy rounds it and all give the same bits. A body runs on the thread that calls it, or on a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace, chunk_length, reuse_freed_memory
+from mpishard.arrays import (
+    Array,
+    array_namespace,
+    chunk_length,
+    is_device_array,
+    reuse_freed_memory,
+)
 from mpishard.compilation import compile_loop, numba_module
+from mpishard.optimizers.rules import device_code
 
 
 def elements(count: int) -> Any:
@@ -37,8 +44,8 @@ class Body(NamedTuple):
     function : callable
         ``function(p, g, *state, *factors)`` writes p and state in place and never g. It is a loop
         ``for i in elements(p.size)`` over operations that mean the same for one element and for
-        an array of them. numba compiles a function at the top of a module; a method or closure
-        always runs in NumPy.
+        an array of them. numba and CUDA compile a function at the top of a module; a method or
+        closure always runs in NumPy or CuPy, and so does what `device_code` cannot translate.
     factors : tuple of float
         Numbers, rounded to the dtype of the arrays.
     """
@@ -67,7 +74,12 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
     clip : (float, float), optional
         Scale and limit: the body receives ``g * scale``, cut off at plus and minus the limit.
     """
-    function = _machine_code(body.function, arrays)
+    may_be_compiled = isinstance(body.function, FunctionType) and not body.function.__closure__
+    if may_be_compiled and is_device_array(arrays[0]):
+        if device_code.launch(body.function, arrays, body.factors, clip):
+            return
+        may_be_compiled = False
+    function = _machine_code(body.function, arrays) if may_be_compiled else None
     if function is None:
         function = body.function
         # A NumPy scalar of float64 would make NumPy compute float32 arrays in float64.
@@ -107,13 +119,7 @@ def _machine_code(
     numba is not installed or MPISHARD_NUMBA is ``off``.
     """
     dtype = arrays[0].dtype
-    if (
-        not settings.numba_is_allowed()
-        or dtype not in (np.float32, np.float64)
-        or not isinstance(function, FunctionType)
-        # numba would compile the values in a closure as constants.
-        or function.__closure__ is not None
-    ):
+    if not settings.numba_is_allowed() or dtype not in (np.float32, np.float64):
         return None
     missing = []
     for array in arrays:

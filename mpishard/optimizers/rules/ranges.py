@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, is_device_array, lie_end_to_end, stretched
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]
@@ -78,6 +78,41 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
                 min(e.stop, piece.stop) - piece.start)
         for e in overlapping(entries, piece.start, piece.stop)
     )  # fmt: skip
+
+
+def joined(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
+    """Return the ranges; on a GPU those that lie end to end as one, which one kernel updates.
+
+    They do if each of their arrays does: pieces of units, for example, that fill a flat vector.
+    """
+    found: list[OwnedRange] = []
+    for owned in ranges:
+        if found and is_device_array(owned.parameters) and _are_neighbours(found[-1], owned):
+            found[-1] = _join(found[-1], owned)
+        else:
+            found.append(owned)
+    return found
+
+
+def _are_neighbours(first: OwnedRange, second: OwnedRange) -> bool:
+    pairs = zip(_arrays_of(first), _arrays_of(second), strict=True)
+    return all(lie_end_to_end(a, b) for a, b in pairs)
+
+
+def _arrays_of(owned: OwnedRange) -> list[Array]:
+    return [owned.parameters, owned.gradients, *owned.state.values()]
+
+
+def _join(first: OwnedRange, second: OwnedRange) -> OwnedRange:
+    start = int(first.parameters.size)
+    length = start + int(second.parameters.size)
+    moved = (replace(s, start=s.start + start, stop=s.stop + start) for s in second.segments)
+    return OwnedRange(
+        stretched(first.parameters, length),
+        stretched(first.gradients, length),
+        {name: stretched(array, length) for name, array in first.state.items()},
+        (*first.segments, *moved),
+    )
 
 
 def places_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:

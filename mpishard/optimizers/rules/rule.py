@@ -23,7 +23,7 @@ from mpishard.optimizers.rules.options import (
     OptionRange,
     ParameterOptions,
 )
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
 _ELSEWHERE = {
@@ -195,7 +195,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         A rule that needs norms of whole parameters overrides this.
         """
-        for owned in ranges:
+        for owned in joined(ranges):
             returned: Any = self.update(  # type: ignore[func-returns-value]
                 owned.parameters, owned.gradients, owned.state, owned.segments, context
             )

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from cupy_stand_in.counts import count
 from cupy_stand_in.cuda import Memory, current
 
 __all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
@@ -98,7 +99,8 @@ class ndarray:  # noqa: N801 - CuPy's name
     def get(
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> Any:
-        current.stream.synchronize()
+        count("reads")
+        current.stream.settle()
         if out is None:
             return self._host.copy(order="C")
         if not isinstance(out, np.ndarray):
@@ -121,6 +123,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
         if not (self._host.flags.c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
+        count("copies")
         self._memory.write(self._host)
         self._host[...] = arr
 
@@ -180,6 +183,7 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
+            count("copies")
             self._memory.read(self._host)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
@@ -195,6 +199,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         if is_basic:
             return self._view(np.asarray(self._host[index]))
         _use(self)
+        count("launches")
         return give(self._host[index])
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -203,6 +208,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             raise _NO_FILL
         target = np.asarray(self._host[index])
         if not isinstance(value, ndarray):
+            count("launches")
             self._memory.write(target if is_basic else self._host)
             self._host[index] = checked_scalar(value, self.dtype)
             return
@@ -217,6 +223,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             _use(self, value)
         value._memory.read(value._host)
         if not (is_copy and target.ctypes.data == value._host.ctypes.data):
+            count("copies" if is_copy else "launches")
             self._memory.write(target if is_basic else self._host)
         self._host[index] = value._host
 
@@ -247,6 +254,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def copy(self, order: str = "C") -> ndarray:
         """On the current device, from whichever it lies on."""
+        count("copies")
         self._memory.read(self._host)
         return give(self._host.copy(order="C"))
 
@@ -260,11 +268,13 @@ class ndarray:  # noqa: N801 - CuPy's name
         if not copy and self.dtype == dtype:
             return self
         _use(self)
+        count("launches")
         return give(self._host.astype(_known(dtype)))
 
     def take(self, indices: Any, axis: int | None = None) -> ndarray:
         _use(self, *([indices] if isinstance(indices, ndarray) else []))
         host = indices._host if isinstance(indices, ndarray) else np.asarray(indices)
+        count("launches")
         # CuPy wraps what is out of bounds, without a word.
         return give(self._host.take(host, axis, mode="wrap"))
 
@@ -275,7 +285,9 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def nonzero(self) -> tuple[ndarray, ...]:
         _use(self)
-        current.stream.synchronize()
+        count("launches")
+        count("reads")
+        current.stream.settle()
         return tuple(give(part) for part in self._host.nonzero())
 
     def dot(self, other: Any, out: Any = None) -> Any:
@@ -339,6 +351,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     arrays = [arg for arg in args if isinstance(arg, ndarray)]
     _use(*arrays)
+    count("launches")
     dtype = arrays[0].dtype if arrays else np.dtype(float)
     hosts: list[Any] = []
     for arg in args:

@@ -9,6 +9,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from cupy_stand_in.counts import count
+
 __all__ = ["Cuda", "Memory", "current"]
 
 
@@ -28,6 +30,11 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait until all that was begun is done."""
+        count("waits")
+        self.settle()
+
+    def settle(self) -> None:
+        """As a read from the host does it, which waits for all that was begun before."""
         self.syncs += 1
 
 

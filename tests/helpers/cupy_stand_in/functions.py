@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_stand_in.array import allocate, call, checked_scalar, give, ndarray
+from cupy_stand_in.counts import count
 
 __all__ = ["namespace"]
 
@@ -56,6 +57,7 @@ class _Ufunc:
         if self.__name__ != "add":
             raise NotImplementedError(f"`{self.__name__}.reduceat` is not supported yet")
         assert axis == 0
+        count("launches")
         running = np.cumsum(array._host, axis=0)
         running = np.concatenate([np.zeros_like(running[:1]), running])
         stops = np.append(indices._host[1:], len(array))
@@ -125,12 +127,14 @@ def full_like(a: Any, fill_value: Any, dtype: Any = None) -> Any:
 
 
 def arange(*args: Any, dtype: Any = None) -> Any:
+    count("launches")
     return give(np.arange(*(checked_scalar(arg, np.int64) for arg in args), dtype=dtype))
 
 
 def array(obj: Any, dtype: Any = None, copy: bool = True) -> Any:
     if isinstance(obj, ndarray):
         return obj.astype(dtype or obj.dtype, copy=copy)
+    count("copies")
     return give(np.array(obj, dtype))
 
 
