@@ -262,6 +262,17 @@ def chunk_length(array: Array) -> int:
     return max(1, _chunk_bytes() // max(4, int(array.dtype.itemsize)))
 
 
+def device_bytes(array: Array) -> int:
+    """Size in bytes of the memory of the GPU on which ``array`` lies."""
+    return _device_bytes(array_namespace(array), int(array.data.device_id))
+
+
+@functools.cache  # The driver is asked once for each GPU.
+def _device_bytes(xp: ModuleType, device: int) -> int:
+    with xp.cuda.Device(device):
+        return int(xp.cuda.runtime.memGetInfo()[1])
+
+
 def block_squares(array: Array) -> Array:
     """Sums of squares of blocks of 1024 elements, the last one shorter, in float64.
 

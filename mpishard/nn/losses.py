@@ -13,10 +13,20 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mpishard.arguments import as_amount, as_integer, as_number, as_positive
-from mpishard.arrays import NAMESPACES, Array, array_namespace, chunks, lies_on_device
+from mpishard.arrays import (
+    NAMESPACES,
+    Array,
+    array_namespace,
+    chunks,
+    is_device_array,
+    lies_on_device,
+)
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
+from mpishard.nn import device_passes
 from mpishard.nn.layers.activations import sigmoid
 from mpishard.nn.targets import as_class_weight, checked_targets, parts_of
 
@@ -285,17 +295,18 @@ class CrossEntropy(Loss):
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
         The errors raised are those of `check_target`.
         """
-        xp = NAMESPACES[type(prediction)]
+        if is_device_array(prediction):
+            return self._forward_on_device(prediction, target, training)
         self.check_target(prediction.shape, target)
         logits_NV = prediction.reshape(-1, prediction.shape[-1])
         target_N, counted_N, weight_N = self.rows_of(target)
-        gradient = xp.empty_like(logits_NV) if training else None
-        totals = []
+        gradient = np.empty_like(logits_NV) if training else None
+        total = 0.0
         for rows in chunks(logits_NV):
             logits, counted, weight = logits_NV[rows], counted_N[rows], weight_N[rows]
-            index = (xp.arange(logits.shape[0]), xp.where(counted, target_N[rows], 0))
+            index = (np.arange(logits.shape[0]), np.where(counted, target_N[rows], 0))
             largest = logits.max(axis=-1, keepdims=True)
-            exponentials = xp.subtract(
+            exponentials = np.subtract(
                 logits, largest, out=None if gradient is None else gradient[rows]
             )
             # Here the exponentials are still logits minus the row's maximum. This is their mean
@@ -304,18 +315,18 @@ class CrossEntropy(Loss):
             if self.label_smoothing:
                 expected *= 1.0 - self.label_smoothing
                 expected += self.label_smoothing * exponentials.mean(axis=-1)
-            xp.exp(exponentials, out=exponentials)
+            np.exp(exponentials, out=exponentials)
             normalizer = exponentials.sum(axis=-1, keepdims=True)
-            log_normalizer = xp.log(normalizer)
+            log_normalizer = np.log(normalizer)
             losses = log_normalizer[:, 0] - expected
             slope = 1.0
             if self.z_loss:
                 log_normalizer += largest  # now log(Z)
-                losses += self.z_loss * xp.square(log_normalizer[:, 0])
+                losses += self.z_loss * np.square(log_normalizer[:, 0])
                 slope = 1.0 + 2.0 * self.z_loss * log_normalizer
-            totals.append((xp.where(counted, losses, 0) * weight).sum(dtype=xp.float64))
+            total += float((np.where(counted, losses, 0) * weight).sum(dtype=np.float64))
             if gradient is not None:
-                factor = xp.where(counted[:, None], slope / normalizer, 0)
+                factor = np.where(counted[:, None], slope / normalizer, 0)
                 factor *= weight[:, None]
                 exponentials *= factor
                 # The target distribution is subtracted from each row that counts.
@@ -326,7 +337,23 @@ class CrossEntropy(Loss):
                 else:
                     exponentials[index] -= weight
         saved = None if gradient is None else gradient.reshape(prediction.shape)
-        return _added(totals), _added([weight_N.sum(dtype=xp.float64)]), saved
+        return total, float(weight_N.sum()), saved
+
+    def _forward_on_device(
+        self, prediction: Array, target: Array, training: bool
+    ) -> tuple[Array, Array, Any]:
+        """Do `forward` without a wait: a target that is neither a class nor ignored gives NaN."""
+        targets = self._checked_shapes(prediction.shape, target)
+        is_weighted = targets is not target or self.class_weight is not None
+        target_N, _, weight_N = self.rows_of(target) if is_weighted else (targets, None, None)
+        xp = NAMESPACES[type(prediction)]
+        sums, gradient_NV = device_passes.cross_entropy(
+            xp.ascontiguousarray(prediction).reshape(-1, prediction.shape[-1]),
+            target_N.reshape(-1), weight_N, ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, needs_gradient=training,
+        )  # fmt: skip
+        saved = None if gradient_NV is None else gradient_NV.reshape(prediction.shape)
+        return sums[0], sums[1], saved
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not classes.
@@ -339,6 +366,19 @@ class CrossEntropy(Loss):
             If the shapes do not fit, or a target is neither in [0, V) nor ignored. If a weight is
             negative or not finite, or the weights have another shape than `Loss` says.
         """
+        target = self._checked_shapes(prediction_shape, target)
+        classes = prediction_shape[-1]
+        if is_device_array(target) and device_passes.are_inside(target, classes, self.ignore_index):
+            return
+        wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            raise ValueError(
+                f"target {int(target[wrong][0])} is neither in [0, {classes}) nor "
+                f"the ignored {self.ignore_index}"
+            )
+
+    def _checked_shapes(self, prediction_shape: tuple[int, ...], target: Any) -> Array:
+        """Return the targets without weights, after all checks but that of the targets' values."""
         target = checked_targets("CrossEntropy", target)
         if not prediction_shape or target.shape != prediction_shape[:-1]:
             raise ValueError(
@@ -352,12 +392,7 @@ class CrossEntropy(Loss):
             raise ValueError(
                 f"class_weight has {len(self.class_weight)} weights for logits of {classes} classes"
             )
-        wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
-        if wrong.any():
-            raise ValueError(
-                f"target {int(target[wrong][0])} is neither in [0, {classes}) nor "
-                f"the ignored {self.ignore_index}"
-            )
+        return target
 
     def backward(self, saved: Any) -> Array:
         """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored.

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import NAMESPACES, Array, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks, is_device_array
 from mpishard.bfloat16 import BFLOAT16, is_bfloat16, scratch, store, wide
 from mpishard.contracts import LayerCategory
-from mpishard.nn import passes
+from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.passes import bits, compiled
 
@@ -73,8 +73,10 @@ class ReLU(_Activation):
                 keeps = (flat_words[part] ^ np.uint16(0x8000)) > np.uint16(0x7F80)
                 np.multiply(flat_words[part], keeps, out=flat_y[part])
             y = y.view(x.dtype)
+        elif is_device_array(x):
+            y = device_passes.activation("relu", _contiguous(x))
         else:
-            y = NAMESPACES[type(x)].maximum(x, 0)
+            y = np.maximum(x, 0)
         return y, y if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -82,6 +84,8 @@ class ReLU(_Activation):
         if dy.dtype == BFLOAT16:
             words = dy.view(np.int16)
             words *= saved.view(np.int16) > 0  # The sign of bfloat16 is also that of the integer.
+        elif is_device_array(dy):
+            return _backward_on_device("relu", saved, dy), None
         else:
             dy *= saved > 0
         return dy, None
@@ -91,9 +95,13 @@ class _SavedOutput(_Activation):
     """Base of activations whose slope is a function of the output, which they save."""
 
     computes_bfloat16 = True
+    _name: str  # of the kernels in `mpishard.nn.device_passes`
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return y, in chunks that fit the cache, and save it."""
+        if is_device_array(x):
+            y = device_passes.activation(self._name, _contiguous(x))
+            return y, y if context.training else None
         flat_x = x.reshape(-1)
         flat_y = NAMESPACES[type(x)].empty_like(flat_x)
         for part in chunks(flat_x):
@@ -109,6 +117,8 @@ class _SavedOutput(_Activation):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Multiply ``dy`` by the slope in place."""
+        if is_device_array(dy):
+            return _backward_on_device(self._name, saved, dy), None
         flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
         for part in chunks(flat_dy):
             d = wide(flat_dy[part])
@@ -124,6 +134,8 @@ class _SavedOutput(_Activation):
 class Tanh(_SavedOutput):
     """Hyperbolic tangent, y = tanh(x), whose slope is 1 - y^2."""
 
+    _name = "tanh"
+
     def _squash(self, x: Array, y: Array) -> None:
         NAMESPACES[type(x)].tanh(x, out=y)
 
@@ -134,6 +146,8 @@ class Tanh(_SavedOutput):
 
 class Sigmoid(_SavedOutput):
     """Logistic function, y = 1 / (1 + exp(-x)), whose slope is y (1 - y)."""
+
+    _name = "sigmoid"
 
     def _squash(self, x: Array, y: Array) -> None:
         sigmoid(x, out=y)
@@ -148,10 +162,15 @@ class _SavedSlope(_Activation):
     """Base of activations whose forward pass saves the slope, an array of the input's size."""
 
     computes_bfloat16 = True
+    _name: str  # of the kernel in `mpishard.nn.device_passes`
     _loop: Callable[..., None] | None = None  # Loop of `mpishard.nn.passes` for numba, if any.
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return y and save the slope dy/dx."""
+        if is_device_array(x):
+            return device_passes.activation_with_slope(
+                self._name, _contiguous(x), needs_slope=context.training
+            )
         xp = NAMESPACES[type(x)]
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
@@ -199,6 +218,8 @@ class SiLU(_SavedSlope):
     Zoph & Le, "Searching for activation functions", 2017 (arXiv:1710.05941).
     """
 
+    _name = "silu"
+
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
         """Write y, and the slope dy/dx = s + y (1 - s)."""
         xp, s = NAMESPACES[type(x)], sigmoid(x)
@@ -216,6 +237,7 @@ class GELU(_SavedSlope):
     linear units", 2016 (arXiv:1606.08415), section 2.
     """
 
+    _name = "gelu"
     _loop = staticmethod(passes.gelu)
 
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
@@ -259,6 +281,11 @@ class Softmax(Layer):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return and save y. exp cannot overflow, as each row's maximum is subtracted first."""
         xp = NAMESPACES[type(x)]
+        if xp is not np:
+            x = _contiguous(x)
+            y = xp.empty_like(x)
+            device_passes.softmax(x, y)
+            return y, y if context.training else None
         x_NV = x.reshape(-1, x.shape[-1])
         y_NV = xp.empty_like(x_NV)
         for rows in chunks(x_NV):
@@ -272,12 +299,15 @@ class Softmax(Layer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Overwrite ``dy`` with the input's gradient y_v (dy_v - sum_u y_u dy_u)."""
-        xp = NAMESPACES[type(dy)]
         y_NV = saved.reshape(-1, saved.shape[-1])
+        if is_device_array(dy):
+            dy = _contiguous(dy)
+            device_passes.softmax_gradient(dy.reshape(y_NV.shape), y_NV)
+            return dy, None
         dy_NV = dy.reshape(y_NV.shape)
         for rows in chunks(dy_NV):
             d, y = wide(dy_NV[rows]), wide(y_NV[rows])
-            d -= xp.einsum("nv,nv->n", d, y)[:, None]
+            d -= np.einsum("nv,nv->n", d, y)[:, None]
             d *= y
             store(dy_NV[rows], d)
         return dy_NV.reshape(dy.shape), None
@@ -304,8 +334,10 @@ class SwiGLU(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., 2 F) to y of shape (..., F), and save x itself."""
-        xp = NAMESPACES[type(x)]
-        y_NF = xp.empty((x.size // x.shape[-1], x.shape[-1] // 2), dtype=x.dtype)
+        if is_device_array(x):
+            y_NF = device_passes.swiglu(_contiguous(x).reshape(-1, x.shape[-1]))
+            return y_NF.reshape(*x.shape[:-1], y_NF.shape[1]), x if context.training else None
+        y_NF = np.empty((x.size // x.shape[-1], x.shape[-1] // 2), dtype=x.dtype)
         x_N2F = x.reshape(-1, x.shape[-1])
         for rows in chunks(y_NF):
             a, b = _halves(wide(x_N2F[rows]))
@@ -317,16 +349,21 @@ class SwiGLU(Layer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return the gradient [dy b s (1 + a (1 - s)) | dy a s] of x = [a | b]."""
-        xp = NAMESPACES[type(dy)]
-        dx = xp.empty(saved.shape, dtype=dy.dtype)
+        if is_device_array(dy):
+            dx_N2F = device_passes.swiglu_backward(
+                _contiguous(saved).reshape(-1, saved.shape[-1]),
+                _contiguous(dy).reshape(-1, dy.shape[-1]),
+            )
+            return dx_N2F.reshape(saved.shape), None
+        dx = np.empty(saved.shape, dtype=dy.dtype)
         dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))
         dy_NF = dy.reshape(-1, dy.shape[-1])
         for rows in chunks(dy_NF):
             d, dx_rows = wide(dy_NF[rows]), scratch(dx_N2F[rows])
             (a, b), (da, db) = _halves(wide(x_N2F[rows])), _halves(dx_rows)
             s = sigmoid(a)
-            xp.multiply(a, s, out=db)
-            xp.subtract(1.0, s, out=da)
+            np.multiply(a, s, out=db)
+            np.subtract(1.0, s, out=da)
             da *= db
             da += s
             da *= b
@@ -334,6 +371,18 @@ class SwiGLU(Layer):
             db *= d
             store(dx_N2F[rows], dx_rows)
         return dx, None
+
+
+def _contiguous(x: Array) -> Array:
+    """Return an array on a GPU itself if it is C-contiguous, otherwise a copy."""
+    return NAMESPACES[type(x)].ascontiguousarray(x)
+
+
+def _backward_on_device(name: str, y: Array, dy: Array) -> Array:
+    """Return dy times the slope of an activation whose output is y, in place if possible."""
+    dy = _contiguous(dy)
+    device_passes.activation_backward(name, dy, y)
+    return dy
 
 
 def _halves(x_N2F: Array) -> tuple[Array, Array]:

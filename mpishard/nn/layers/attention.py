@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_flag, check_divides, check_sizes
-from mpishard.arrays import NAMESPACES, Array, chunk_length
+from mpishard.arrays import NAMESPACES, Array, chunk_length, device_bytes, is_device_array
 from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
-from mpishard.nn import passes
+from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.layers.products import product
 from mpishard.nn.passes import bits, compiled
 
 # Matrix products of blocks with fewer queries are too small to be fast.
 _MINIMUM_BLOCK_ROWS = 64
+# Part of a GPU's memory that the scores of one block may take. It is a share of the whole memory
+# and not of the free memory, so that blocks, and with them bits, are the same in every step.
+_SHARE_OF_DEVICE = 1 / 32
 
 
 class Attention(Layer):
@@ -136,7 +139,11 @@ class Attention(Layer):
         for rows, columns, start in self._blocks(x, cached):
             q, k, v, place = q_BGQTK[rows], k_BGSK[columns], v_BGSK[columns], y_BGQTK[rows]
             weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + start)
-            logsum_BGQT1[rows] = logsum.reshape(*place.shape[:-1], 1)
+            logsum = logsum.reshape(*place.shape[:-1], 1)
+            if logsum.shape == logsum_BGQT1.shape:  # There is only one block.
+                logsum_BGQT1 = logsum
+            else:
+                logsum_BGQT1[rows] = logsum
             if total is None:  # The weights are divided already.
                 _product(weights, v, place)
                 continue
@@ -152,18 +159,24 @@ class Attention(Layer):
         """Return a block's softmax weights, their divisors, and the logs of the denominators.
 
         The weights have the dtype of x. Divisors and logs have shape (B, G, P, 1), one per row. A
-        compiled loop divides while a row is in the cache, and its divisors are None. NumPy leaves
-        the division to the caller, who divides the output, which is smaller than the scores.
+        compiled loop or a GPU divides while a row is in the cache, and its divisors are None. NumPy
+        leaves the division to the caller, who divides the output, which is smaller than the scores.
         """
-        xp = NAMESPACES[type(x)]
         scale = 1.0 / math.sqrt(q.shape[-1])
+        if is_device_array(x):
+            scores_BGPS = _scores(q, k, 1.0)
+            queries = q.shape[-2] if self.causal else 0
+            return (
+                scores_BGPS,
+                None,
+                device_passes.softmax(scores_BGPS, scores_BGPS, scale, start, queries),
+            )
         loop = compiled(passes.softmax_forward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
         # Small scores need no maximum per row: exponentials, and sums of them, are then well inside
-        # the range of the dtype. This saves a pass and a subtraction over them. On a GPU the answer
-        # would cost more: the host would wait for it.
+        # the range of the dtype. This saves a pass and a subtraction over them.
         limit = 0.5 * math.log(np.finfo(scores_BGPS.dtype).max)
-        are_small = xp is np and -limit <= scores_BGPS.min() and scores_BGPS.max() <= limit
+        are_small = -limit <= scores_BGPS.min() and scores_BGPS.max() <= limit
         # The loop skips keys that a row does not see. It needs the mask only for the maximum.
         if self.causal and not (loop is not None and are_small):
             self._mask(scores_BGPS, mask_RR, start)
@@ -179,9 +192,9 @@ class Attention(Layer):
             return weights, None, logsum
         if not are_small:
             scores_BGPS -= largest
-        xp.exp(scores_BGPS, out=scores_BGPS)
-        total = xp.einsum("...ps->...p", scores_BGPS)[..., None]
-        logsum = xp.log(total)
+        np.exp(scores_BGPS, out=scores_BGPS)
+        total = np.einsum("...ps->...p", scores_BGPS)[..., None]
+        logsum = np.log(total)
         logsum += largest
         return _narrow(scores_BGPS, x), total, logsum
 
@@ -190,8 +203,13 @@ class Attention(Layer):
         mask_RR: Array, start: int,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return a block's softmax weights and the gradient of its scores, in the dtype of x."""
-        xp = NAMESPACES[type(x)]
         scale = 1.0 / math.sqrt(q.shape[-1])
+        if is_device_array(x):
+            scores_BGPS, dscores_BGPS = _scores(q, k, 1.0), _scores(d, v, 1.0)
+            queries = q.shape[-2] if self.causal else 0
+            logs = NAMESPACES[type(x)].ascontiguousarray(logsum)
+            device_passes.softmax_backward(scores_BGPS, dscores_BGPS, logs, scale, start, queries)
+            return scores_BGPS, dscores_BGPS
         loop = compiled(passes.softmax_backward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
         if loop is not None:
@@ -207,15 +225,15 @@ class Attention(Layer):
             self._mask(scores_BGPS, mask_RR, start)
         # exp(score - logsum) is the softmax of the forward pass, which saved one number per row.
         scores_BGPS -= _joined(logsum)
-        xp.exp(scores_BGPS, out=scores_BGPS)
+        np.exp(scores_BGPS, out=scores_BGPS)
         scaled_d = wide(d) * scale
         if is_bfloat16(d):
             dscores_BGPS = _scores(d, v, scale)
         else:
-            dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
+            dscores_BGPS = np.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
         # The gradient of a softmax needs the sum over a row's keys of weight times gradient. It
         # equals the product d y, a sum over only K numbers.
-        sums = xp.einsum("...rk,...rk->...r", scaled_d, wide(y))
+        sums = np.einsum("...rk,...rk->...r", scaled_d, wide(y))
         dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
         dscores_BGPS *= scores_BGPS
         return _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
@@ -247,16 +265,14 @@ class Attention(Layer):
                 x, q, k, v, d, y_BGQTK[rows], logsum_BGQT1[rows], mask_RR, start
             )
             _product(dscores_BGPS, k, dq_BGQTK[rows])
-            # A product over P also sums over the heads of queries that share the keys and values.
-            scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
             # The block of the last queries comes first and reaches every key: it writes to dk and
             # dv, and all other blocks add to them.
             if is_first:
-                product(scores_BGSP, _joined(d), dv)
-                product(dscores_BGSP, _joined(q), dk)
+                _key_product(scores_BGPS, d, dv)
+                _key_product(dscores_BGPS, q, dk)
             else:
-                dv += product(scores_BGSP, _joined(d), _apart(dv))
-                dk += product(dscores_BGSP, _joined(q), _apart(dk))
+                dv += _key_product(scores_BGPS, d, _apart(dv))
+                dk += _key_product(dscores_BGPS, q, _apart(dk))
             if start == 0:
                 store(dk_BGSK[columns[:2]], dk_all)
                 store(dv_BGSK[columns[:2]], dv_all)
@@ -311,7 +327,10 @@ class Attention(Layer):
         """Return the maximum numbers of samples, groups of heads, and queries of a block."""
         length = int(x.shape[1])
         keys = length + cached
-        limit = chunk_length(x)
+        if is_device_array(x):
+            limit = int(device_bytes(x) * _SHARE_OF_DEVICE) // x.dtype.itemsize
+        else:
+            limit = chunk_length(x)
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
         if compiled(passes.softmax_forward, x) is not None:
             limit *= 2  # A loop passes over the scores twice, and NumPy eight times.
@@ -324,11 +343,12 @@ class Attention(Layer):
     def _causal_mask(self, x: Array, cached: int = 0) -> Array:
         """Return the mask of a block's own positions: 0, or -infinity for a key after its query.
 
-        Keys before the block need no mask, and there are no scores of keys after it.
+        Keys before the block need no mask, and there are no scores of keys after it. The softmax of
+        a GPU needs no mask: it is given the number of keys that each query sees.
         """
-        xp = NAMESPACES[type(x)]
-        rows = self._block_sizes(x, cached)[2] if self.causal else 0
-        return xp.triu(xp.full((rows, rows), -xp.inf, dtype=wide_dtype(x)), k=1)
+        is_used = self.causal and not is_device_array(x)
+        rows = self._block_sizes(x, cached)[2] if is_used else 0
+        return np.triu(np.full((rows, rows), -np.inf, dtype=wide_dtype(x)), k=1)
 
 
 class CausalAttention(Attention):
@@ -364,6 +384,19 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
         shape = *a_BGPS.shape[:-1], b_BGSK.shape[-1]
         y_BGPK = product(a_BGPS, b_BGSK, NAMESPACES[type(a_BGPS)].empty(shape, out_BGQRK.dtype))
         out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
+
+
+def _key_product(scores_BGPS: Array, a_BGQRK: Array, out_BGSK: Array) -> Array:
+    """Write ``scores^T a`` for each head, and return ``out_BGSK``.
+
+    The product over P also sums over the heads of queries that share the keys and values.
+    """
+    a_BGPK = _joined(a_BGQRK)
+    if is_device_array(a_BGPK):
+        # CuPy copies transposed operands. So a is transposed, which is much smaller than scores.
+        out_BGSK[...] = product(a_BGPK.swapaxes(-1, -2), scores_BGPS).swapaxes(-1, -2)
+        return out_BGSK
+    return product(scores_BGPS.swapaxes(-1, -2), a_BGPK, out_BGSK)
 
 
 def _rows(a_BGPS: Array) -> Array:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import check_sizes
-from mpishard.arrays import NAMESPACES, Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array
 from mpishard.bfloat16 import wide
 from mpishard.contracts import LayerCategory
+from mpishard.nn import device_passes
 from mpishard.nn.layers.initializers import normal
 from mpishard.nn.layers.layer import (
     Context,
@@ -23,6 +24,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    unwritten,
 )
 from mpishard.nn.passes import added
 
@@ -71,7 +73,8 @@ class Embedding(Layer):
         array_namespace(x)
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
-        if x.size:
+        is_known = is_device_array(x) and device_passes.are_inside(x, self.vocabulary_size)
+        if x.size and not is_known:
             # NumPy counts negative indices from the end: it would return the last row for -1.
             for token in (int(x.min()), int(x.max())):
                 if not 0 <= token < self.vocabulary_size:
@@ -84,7 +87,13 @@ class Embedding(Layer):
         return (*input_shape, self.width)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Look up integer tokens of any shape, and save them."""
+        """Look up integer tokens of any shape, and save them.
+
+        On a GPU a token outside [0, V) gives NaN here, because the host would have to wait for a
+        check. `check_input` refuses it.
+        """
+        if is_device_array(x):
+            return device_passes.take_rows(p["weight"], x), x if context.training else None
         # The check is repeated for layers that are not the first. It takes microseconds, and NumPy
         # would silently take a negative index from the table's end.
         self.check_input(x)
@@ -103,40 +112,23 @@ class Embedding(Layer):
 def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     """Add each row of dy to the table's row of its token.
 
-    A stable sort brings the rows of each token together, which are then summed in the order of the
-    batch. The result is the same in every run. Addition at scattered indices would be slow on a
-    CPU, and its order would vary on a GPU.
+    The rows of a token are summed in the order of the batch, so that the result is the same in
+    every run. On the host a stable sort brings them together, because addition at scattered indices
+    would be slow.
     """
     if not tokens_N.size:
         return
-    xp = NAMESPACES[type(dy_ND)]
-    order_N = xp.argsort(tokens_N, kind="stable")
+    if is_device_array(dy_ND):
+        xp = NAMESPACES[type(dy_ND)]
+        device_passes.add_rows(table_VD, tokens_N, xp.ascontiguousarray(dy_ND))
+        return
+    order_N = np.argsort(tokens_N, kind="stable")
     tokens_N = tokens_N[order_N]
-    first_N = xp.ones(tokens_N.shape, dtype=bool)
+    first_N = np.ones(tokens_N.shape, dtype=bool)
     first_N[1:] = tokens_N[1:] != tokens_N[:-1]
-    starts_U = xp.flatnonzero(first_N)
-    rows_ND = dy_ND[order_N]
-    if xp is np:
-        sums_UD = np.add.reduceat(rows_ND, starts_U, axis=0)
-    else:
-        # CuPy's ``add.reduceat`` returns differences of running sums, which lose the digits of a
-        # run that is small compared with the rows before it. Neighbours are therefore added in
-        # rounds, in an order that is the same in every run of the program.
-        run_N = xp.cumsum(first_N) - 1
-        stops_U = xp.full_like(starts_U, rows_ND.shape[0])
-        stops_U[:-1] = starts_U[1:]
-        row_N = xp.arange(rows_ND.shape[0])
-        place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
-        longest, step = int((stops_U - starts_U).max()), 1
-        # In each round a row absorbs the row that is `step` rows later, if both are in one run. The
-        # number of rounds is the logarithm, to base 2, of the longest run.
-        while step < longest:
-            left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
-            rows_ND[left] += rows_ND[left + step]
-            step *= 2
-        sums_UD = rows_ND[starts_U]
+    starts_U = np.flatnonzero(first_N)
     # These tokens are distinct: with equal indices, += would keep only one of the additions.
-    table_VD[tokens_N[starts_U]] += sums_UD
+    table_VD[tokens_N[starts_U]] += np.add.reduceat(dy_ND[order_N], starts_U, axis=0)
 
 
 class PositionalEmbedding(Layer):
@@ -214,5 +206,12 @@ class PositionalEmbedding(Layer):
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add the sum over the batch to the first T rows."""
-        dw_TD = g["weight"][: pending.shape[0]]
-        dw_TD += pending
+        length = pending.shape[0]
+        dw_CD = unwritten(g, "weight")
+        if dw_CD is None:
+            dw_TD = g["weight"][:length]
+            dw_TD += pending
+            return
+        dw_CD[:length] = pending
+        if length < self.context_length:
+            dw_CD[length:] = 0

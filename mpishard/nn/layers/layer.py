@@ -372,3 +372,12 @@ def unwritten(g: Gradients, name: str) -> Array | None:
     """
     # The arrays of a plain mapping have contents: zeros, or earlier gradients.
     return g.unwritten(name) if isinstance(g, GradientTargets) else None
+
+
+def gradient_places(g: Gradients, *names: str) -> list[tuple[Array, bool]]:
+    """Return the gradient of each name, and True if a layer must add to it; else it writes."""
+    places = []
+    for name in names:
+        place = unwritten(g, name)
+        places.append((g[name], True) if place is None else (place, False))
+    return places

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpishard.arguments import as_flag, check_sizes, is_size
-from mpishard.arrays import NAMESPACES, Array, chunk_length
+from mpishard.arrays import NAMESPACES, Array, chunk_length, is_device_array
 from mpishard.contracts import LayerCategory
+from mpishard.nn import device_passes
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (
     Context,
@@ -16,6 +17,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    gradient_places,
     unwritten,
 )
 from mpishard.nn.layers.products import add_column_sums, product
@@ -119,7 +121,9 @@ class Linear(Layer):
                 part = scratch[: block.stop - start]
                 product(dy_NO[:, block].T, x_NI, part)
                 dw_OI[block] += part
-        if self.bias:
+        if self.bias and is_device_array(dy_NO):
+            device_passes.column_sums(dy_NO, *gradient_places(g, "bias"))
+        elif self.bias:
             add_column_sums(g["bias"], dy_NO)
 
 

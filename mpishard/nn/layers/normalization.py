@@ -11,12 +11,19 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_positive, check_sizes
-from mpishard.arrays import NAMESPACES, Array, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks, is_device_array
 from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
-from mpishard.nn import passes
+from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.initializers import ones, zeros
-from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    Layer,
+    Parameters,
+    ParameterSpec,
+    gradient_places,
+)
 from mpishard.nn.passes import bits, compiled
 
 
@@ -43,12 +50,39 @@ class _Norm(Layer):
 
     def _inverse_root(self, squares_N: Array, out_N1: Array) -> None:
         """Write 1 / sqrt(squares / width + epsilon) for each row's sum of squares."""
-        xp = NAMESPACES[type(out_N1)]
         out_N1[:, 0] = squares_N
         out_N1 /= self.width
         out_N1 += self.epsilon
-        xp.sqrt(out_N1, out=out_N1)
-        xp.divide(1.0, out_N1, out=out_N1)
+        np.sqrt(out_N1, out=out_N1)
+        np.divide(1.0, out_N1, out=out_N1)
+
+    def _forward_on_device(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        x_ND = NAMESPACES[type(x)].ascontiguousarray(x).reshape(-1, self.width)
+        bias = p.get("bias")  # An RMS norm has none, and saves its input instead of h.
+        keeps_normal = context.training and bias is not None
+        y_ND, h_ND, inverse_N = device_passes.norm(
+            x_ND, p["weight"], bias, self.epsilon, keeps_normal=keeps_normal
+        )
+        kept = (x_ND if h_ND is None else h_ND), inverse_N
+        return y_ND.reshape(x.shape), kept if context.training else None
+
+    def _backward_on_device(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """Return the input's gradient; pending are the sums of `device_passes.norm_backward`."""
+        saved_ND, inverse_N = saved
+        dy_ND = NAMESPACES[type(dy)].ascontiguousarray(dy).reshape(-1, self.width)
+        partial = device_passes.norm_backward(
+            dy_ND, saved_ND, p["weight"], inverse_N, has_bias="bias" in p
+        )
+        return dy_ND.reshape(dy.shape), partial
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the sums over samples of dy * h and, with a bias, of dy to the gradients."""
+        if is_device_array(pending):
+            device_passes.column_sums(pending, *gradient_places(g, *self.parameters))
+            return
+        for name, sums_D in zip(self.parameters, pending, strict=True):
+            total_D = g[name]
+            total_D += sums_D
 
 
 class LayerNorm(_Norm):
@@ -85,27 +119,28 @@ class LayerNorm(_Norm):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D), and save the normalised input and 1 / deviations."""
-        xp = NAMESPACES[type(x)]
+        if is_device_array(x):
+            return self._forward_on_device(p, x, context)
         x_ND = x.reshape(-1, self.width)
-        y_ND = xp.empty_like(x_ND)
+        y_ND = np.empty_like(x_ND)
         # Prediction does not keep the normalised input, whose memory is that of the result.
-        h_ND = xp.empty_like(x_ND) if context.training else y_ND
+        h_ND = np.empty_like(x_ND) if context.training else y_ND
         dtype, weight, bias = wide_dtype(x), wide(p["weight"]), wide(p["bias"])
-        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=dtype)
+        inverse_N1 = np.empty((x_ND.shape[0], 1), dtype=dtype)
         loop, epsilon = compiled(passes.norm_forward, x_ND), np.float32(self.epsilon)
         if loop is not None:
             loop(bits(x_ND), weight, bias, epsilon, bits(y_ND), bits(h_ND), inverse_N1[:, 0])
             return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
         # Means are products with a constant vector: NumPy's row sums take three times as long.
-        average_D1 = xp.full((self.width, 1), 1.0 / self.width, dtype=dtype)
+        average_D1 = np.full((self.width, 1), 1.0 / self.width, dtype=dtype)
         for rows in chunks(x_ND):
             inverse, x_rows = inverse_N1[rows], wide(x_ND[rows])
             h, y = scratch(h_ND[rows]), scratch(y_ND[rows])
-            xp.subtract(x_rows, xp.matmul(x_rows, average_D1), out=h)
-            self._inverse_root(xp.einsum("nd,nd->n", h, h), inverse)
+            np.subtract(x_rows, np.matmul(x_rows, average_D1), out=h)
+            self._inverse_root(np.einsum("nd,nd->n", h, h), inverse)
             h *= inverse
             store(h_ND[rows], h)
-            xp.multiply(h, weight, out=y)
+            np.multiply(h, weight, out=y)
             y += bias
             store(y_ND[rows], y)
         return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
@@ -119,36 +154,31 @@ class LayerNorm(_Norm):
         need, is overwritten. Sums and means are products with a vector: NumPy's sums are slower.
         """
         h_ND, inverse_N1 = saved
-        xp = NAMESPACES[type(dy)]
+        if is_device_array(dy):
+            return self._backward_on_device(p, saved, dy)
         dy_ND = dy.reshape(-1, self.width)
-        dw_D = xp.zeros(self.width, dtype=wide_dtype(dy))
-        db_D = xp.zeros_like(dw_D)
+        sums_2D = np.zeros((2, self.width), dtype=wide_dtype(dy))
+        dw_D, db_D = sums_2D
         weight = wide(p["weight"])
         loop = compiled(passes.norm_backward, dy_ND)
         if loop is not None:
             loop(bits(dy_ND), bits(h_ND), weight, inverse_N1[:, 0], dw_D, db_D)
-            return dy_ND.reshape(dy.shape), (dw_D, db_D)
+            return dy_ND.reshape(dy.shape), sums_2D
         weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
             d, h = wide(dy_ND[rows]), wide(h_ND[rows])
-            ones_N = xp.ones(d.shape[0], dtype=d.dtype)
+            ones_N = np.ones(d.shape[0], dtype=d.dtype)
             dh = d * h
             dw_D += ones_N @ dh
             db_D += ones_N @ d
-            mean_dh = xp.matmul(dh, weight_D1)
-            mean_d = xp.matmul(d, weight_D1)
+            mean_dh = np.matmul(dh, weight_D1)
+            mean_d = np.matmul(d, weight_D1)
             d *= weight
-            d -= xp.multiply(h, mean_dh, out=dh)
+            d -= np.multiply(h, mean_dh, out=dh)
             d -= mean_d
             d *= inverse_N1[rows]
             store(dy_ND[rows], d)
-        return dy_ND.reshape(dy.shape), (dw_D, db_D)
-
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add the sums over samples of dy * h and of dy to the gradients."""
-        dw_D, db_D = g["weight"], g["bias"]
-        dw_D += pending[0]
-        db_D += pending[1]
+        return dy_ND.reshape(dy.shape), sums_2D
 
 
 class RMSNorm(_Norm):
@@ -182,15 +212,16 @@ class RMSNorm(_Norm):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D), and save x and 1 / root mean squares."""
-        xp = NAMESPACES[type(x)]
+        if is_device_array(x):
+            return self._forward_on_device(p, x, context)
         x_ND = x.reshape(-1, self.width)
-        y_ND = xp.empty_like(x_ND)
-        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=wide_dtype(x))
+        y_ND = np.empty_like(x_ND)
+        inverse_N1 = np.empty((x_ND.shape[0], 1), dtype=wide_dtype(x))
         weight = wide(p["weight"])
         for rows in chunks(x_ND):
             inverse, x_rows, y = inverse_N1[rows], wide(x_ND[rows]), scratch(y_ND[rows])
-            self._inverse_root(xp.einsum("nd,nd->n", x_rows, x_rows), inverse)
-            xp.multiply(x_rows, inverse, out=y)
+            self._inverse_root(np.einsum("nd,nd->n", x_rows, x_rows), inverse)
+            np.multiply(x_rows, inverse, out=y)
             y *= weight
             store(y_ND[rows], y)
         return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None
@@ -202,24 +233,20 @@ class RMSNorm(_Norm):
         weight's gradient is summed here, as in `LayerNorm`.
         """
         x_ND, inverse_N1 = saved
-        xp = NAMESPACES[type(dy)]
+        if is_device_array(dy):
+            return self._backward_on_device(p, saved, dy)
         dy_ND = dy.reshape(-1, self.width)
-        dw_D = xp.zeros(self.width, dtype=wide_dtype(dy))
+        dw_D = np.zeros(self.width, dtype=wide_dtype(dy))
         weight = wide(p["weight"])
         weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
             d, inverse = wide(dy_ND[rows]), inverse_N1[rows]
             h = wide(x_ND[rows]) * inverse
             dh = d * h
-            dw_D += xp.ones(d.shape[0], dtype=d.dtype) @ dh
-            h *= xp.matmul(dh, weight_D1)
+            dw_D += np.ones(d.shape[0], dtype=d.dtype) @ dh
+            h *= np.matmul(dh, weight_D1)
             d *= weight
             d -= h
             d *= inverse
             store(dy_ND[rows], d)
-        return dy_ND.reshape(dy.shape), dw_D
-
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add the sum over samples of dy * h to the weight's gradient."""
-        dw_D = g["weight"]
-        dw_D += pending
+        return dy_ND.reshape(dy.shape), dw_D[None]

@@ -128,6 +128,7 @@ class _Runtime:
     """``cupy.cuda.runtime``."""
 
     CUDARuntimeError = CUDARuntimeError
+    memory = 8 * 2**30, 8 * 2**30
 
     def __init__(self, device_count: int) -> None:
         self._count = device_count
@@ -137,6 +138,10 @@ class _Runtime:
         if self._count == 0:
             raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
         return self._count
+
+    def memGetInfo(self) -> tuple[int, int]:  # noqa: N802 - CUDA's name
+        """Free bytes, and all bytes, of the memory of the calling thread's device."""
+        return self.memory
 
     def getDevice(self) -> int:  # noqa: N802 - CUDA's name
         """The device of the calling thread."""
