@@ -18,6 +18,7 @@ from mpishard.arrays import read_numbers, to_host
 from mpishard.data import Samples, map_arrays
 from mpishard.nn import device_passes
 from mpishard.nn.layers import attention
+from mpishard.nn.layers.dropout import MaskStream
 from mpishard.nn.layers.layer import GradientTargets
 from mpishard.sharding import ParameterTable
 
@@ -267,6 +268,32 @@ def test_column_sums(rows: int, columns: int, dtype: str, gpu: Any) -> None:
     sums = table.sum(axis=0)
     assert_near(first, sums[: columns // 3], dtype)
     assert_near(second, (sums + old)[columns // 3 :], dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 5), (2, 16, 9), (1, 2500), (4, 1), (0, 3)])
+@pytest.mark.parametrize("part", [None, (3, 12)])
+def test_dropout_has_the_masks_of_the_host(shape: Any, part: Any, dtype: str, gpu: Any) -> None:
+    layer, own = nn.Dropout(0.3), int(np.prod(shape[1:]))
+    elements, part = (own, None) if part is None else (own + 20, (part[0], part[0] + own))
+    found = []
+    for place in (Place(np, dtype), Place(gpu, dtype)):
+        context = nn.Context(seed=5, step=3, path="drop", sample_start=11)
+        stream = MaskStream(context, elements, layer.rate, part)
+        y, saved = layer.mask_by(place(values(shape, 1)), stream)
+        dx, _ = layer.backward_input({}, saved, place(values(shape, 2)))
+        found.append([to_host(array) for array in (y, dx)])
+    for host, device in zip(*found, strict=True):
+        np.testing.assert_array_equal(device, host)
+        assert host.size < 30 or 0.5 < np.count_nonzero(host) / host.size < 0.9
+
+
+def test_dropout_of_samples_whose_counter_exceeds_64_bits(gpu: Any) -> None:
+    layer, found = nn.Dropout(0.5), []
+    for xp in (np, gpu):
+        stream = MaskStream(nn.Context(sample_start=2**64 - 2), 8, layer.rate)
+        found.append(to_host(layer.mask_by(xp.ones((4, 8)), stream)[0]))
+    np.testing.assert_array_equal(*found)
 
 
 @dtypes
