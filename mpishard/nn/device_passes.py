@@ -189,7 +189,7 @@ extern "C" __global__ void softmax_gradient(T* d, const T* y, long long width) {
 }
 """
 
-# A target is wrong if it is neither a class nor ignored. It adds nothing, and is counted.
+# A target that is neither a class nor ignored gives NaN: the host would have to wait to refuse it.
 _CROSS_ENTROPY = r"""
 extern "C" __global__ void cross_entropy(const T* logits, const long long* targets,
                                          const double* weights, T* gradient, double* totals,
@@ -217,9 +217,10 @@ extern "C" __global__ void cross_entropy(const T* logits, const long long* targe
         T expected = counts ? row[target] - largest : T(0);
         if (smoothing != T(0)) expected = (1 - smoothing) * expected + smoothing * (sum / classes);
         T loss = log_total - expected + z_loss * log_z * log_z;
-        totals[blockIdx.x * 3LL] = counts ? loss * weight : 0.0;
-        totals[blockIdx.x * 3LL + 1] = counts ? weight : 0.0;
-        totals[blockIdx.x * 3LL + 2] = target != ignored && !is_class;
+        double nothing = 0;
+        if (target != ignored && !is_class) nothing /= nothing;
+        totals[blockIdx.x * 2LL] = counts ? loss * weight : nothing;
+        totals[blockIdx.x * 2LL + 1] = counts ? weight : 0.0;
     }
     if (!gradient) return;
     T* d = gradient + blockIdx.x * classes;
@@ -383,13 +384,12 @@ def cross_entropy(
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Return the sums of `mpishard.nn.CrossEntropy`, and its gradient if that is needed.
 
-    The sums, of shape (3,) and float64, are the loss, the weight, and the number of targets that
-    are neither a class nor ignored.
+    The sums, of shape (2,) and float64, are those of the loss and of the weight.
     """
     xp = NAMESPACES[type(logits_NV)]
     rows, classes = logits_NV.shape
     gradient = xp.empty_like(logits_NV) if needs_gradient else None
-    totals, sums = xp.empty((rows, 3), np.float64), xp.empty(3, np.float64)
+    totals, sums = xp.empty((rows, 2), np.float64), xp.empty(2, np.float64)
     _row_kernel("cross_entropy", classes).launch(
         rows, logits_NV.dtype, logits_NV, _int64(target_N), weight_N, gradient,
         totals, ignore_index, label_smoothing, z_loss, classes,
@@ -580,13 +580,100 @@ extern "C" __global__ void count_outside(const long long* values, T* found, long
 )
 
 
-def are_inside(values: Array, stop: int, allowed: int = 0) -> bool:
-    """Return whether all integers are in [0, stop) or have the allowed value. The host waits."""
+def count_outside(values: Array, stop: int, allowed: int = 0) -> Array:
+    """Return the number of integers that are neither in [0, stop) nor the allowed value."""
     found = NAMESPACES[type(values)].empty((), np.float64)
     _COUNT_OUTSIDE.launch(1, np.float64, _int64(values), found, values.size, stop, allowed)
-    return not found.item()
+    return found
 
 
 def _int64(values: Array) -> Array:
     """Return integers as a C-contiguous array of int64: themselves if they are one."""
     return NAMESPACES[type(values)].ascontiguousarray(values, np.int64)
+
+
+# -------------------------------------------------------------------------------------- dropout
+
+# Philox4x64-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A thread
+# makes the eight words of one count of a sample's counter, and masks their elements.
+_DROPOUT = Kernel(
+    "dropout",
+    r"""
+extern "C" __global__ void dropout(const T* x, T* y, bool* mask, T scale,
+                                   unsigned long long key_low, unsigned long long key_high,
+                                   unsigned long long counter_low, unsigned long long counter_high,
+                                   unsigned long long threshold, long long samples,
+                                   long long elements, long long counts, long long counts_between,
+                                   long long skipped) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= samples * counts) return;
+    long long sample = i / counts, count = i % counts;
+    unsigned long long ahead = sample * (counts + counts_between) + count + 1;
+    unsigned long long a = counter_low + ahead, b = counter_high + (a < ahead), c = 0, d = 0;
+    for (int round = 0; round < 10; round++) {
+        unsigned long long low_a = 0xD2E7470EE14C6C93ULL * a, low_c = 0xCA5A826395121157ULL * c;
+        unsigned long long high_a = __umul64hi(0xD2E7470EE14C6C93ULL, a);
+        unsigned long long high_c = __umul64hi(0xCA5A826395121157ULL, c);
+        a = high_c ^ b ^ key_low;
+        b = low_c;
+        c = high_a ^ d ^ key_high;
+        d = low_a;
+        key_low += 0x9E3779B97F4A7C15ULL;
+        key_high += 0xBB67AE8584CAA73BULL;
+    }
+    unsigned long long words[4] = {a, b, c, d};
+    #pragma unroll
+    for (int w = 0; w < 8; w++) {
+        long long element = count * 8 + w - skipped;
+        if (element < 0 || element >= elements) continue;
+        unsigned long long word = w % 2 ? words[w / 2] >> 32 : words[w / 2] & 0xffffffffULL;
+        long long place = sample * elements + element;
+        mask[place] = word >= threshold;
+        y[place] = x[place] * scale * T(word >= threshold);
+    }
+}
+""",
+)
+_DROPOUT_BACKWARD = _elementwise(
+    "dropout_backward",
+    "T* d, const bool* mask, T scale",
+    "    d[i] = d[i] * scale * T(mask[i]);",
+)
+
+
+def dropout(
+    x_BE: Array, scale: float, *, key: int, counter: int, threshold: int, counts: int,
+    counts_between: int, skipped: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return x * scale * mask, and the mask: see `mpishard.nn.Dropout`.
+
+    Parameters
+    ----------
+    x_BE : Array
+        Elements of each sample.
+    scale : float
+        Factor of the elements that are kept.
+    key, counter : int
+        State of NumPy's generator ``Philox(key=key, counter=counter)``.
+    threshold : int
+        An element is kept if its 32-bit word is at least this.
+    counts, counts_between : int
+        Number of values of the counter for the elements of a sample, and from there to the next.
+    skipped : int
+        Number of words of a sample before that of its first element.
+    """
+    xp = NAMESPACES[type(x_BE)]
+    y_BE, mask_BE = xp.empty_like(x_BE), xp.empty(x_BE.shape, bool)
+    samples, elements = x_BE.shape
+    words = (key, key >> 64, counter, counter >> 64, threshold)
+    _DROPOUT.launch_for(
+        samples * counts, x_BE.dtype, x_BE, y_BE, mask_BE, scale,
+        *(np.uint64(word & (2**64 - 1)) for word in words),
+        samples, elements, counts, counts_between, skipped,
+    )  # fmt: skip
+    return y_BE, mask_BE
+
+
+def dropout_backward(dy_BE: Array, mask_BE: Array, scale: float) -> None:
+    """Multiply dy by the scale and the mask, in place."""
+    _DROPOUT_BACKWARD.launch_for(dy_BE.size, dy_BE.dtype, dy_BE, mask_BE, scale, dy_BE.size)

@@ -27,6 +27,7 @@ from mpishard.arrays import (
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
 from mpishard.nn import device_passes
+from mpishard.nn.checks import refuse_if_any
 from mpishard.nn.layers.activations import sigmoid
 from mpishard.nn.targets import as_class_weight, checked_targets, parts_of
 
@@ -301,7 +302,7 @@ class CrossEntropy(Loss):
         logits_NV = prediction.reshape(-1, prediction.shape[-1])
         target_N, counted_N, weight_N = self.rows_of(target)
         gradient = np.empty_like(logits_NV) if training else None
-        totals = []
+        total = 0.0
         for rows in chunks(logits_NV):
             logits, counted, weight = logits_NV[rows], counted_N[rows], weight_N[rows]
             index = (np.arange(logits.shape[0]), np.where(counted, target_N[rows], 0))
@@ -324,7 +325,7 @@ class CrossEntropy(Loss):
                 log_normalizer += largest  # now log(Z)
                 losses += self.z_loss * np.square(log_normalizer[:, 0])
                 slope = 1.0 + 2.0 * self.z_loss * log_normalizer
-            totals.append((np.where(counted, losses, 0) * weight).sum(dtype=np.float64))
+            total += float((np.where(counted, losses, 0) * weight).sum(dtype=np.float64))
             if gradient is not None:
                 factor = np.where(counted[:, None], slope / normalizer, 0)
                 factor *= weight[:, None]
@@ -337,11 +338,12 @@ class CrossEntropy(Loss):
                 else:
                     exponentials[index] -= weight
         saved = None if gradient is None else gradient.reshape(prediction.shape)
-        return _added(totals), _added([weight_N.sum(dtype=np.float64)]), saved
+        return total, float(weight_N.sum()), saved
 
     def _forward_on_device(
         self, prediction: Array, target: Array, training: bool
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Array, Array, Any]:
+        """Do `forward` without a wait: a target that is neither a class nor ignored gives NaN."""
         targets = self._checked_shapes(prediction.shape, target)
         is_weighted = targets is not target or self.class_weight is not None
         target_N, _, weight_N = self.rows_of(target) if is_weighted else (targets, None, None)
@@ -351,11 +353,8 @@ class CrossEntropy(Loss):
             target_N.reshape(-1), weight_N, ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing, z_loss=self.z_loss, needs_gradient=training,
         )  # fmt: skip
-        # The host waits here once, for all that it needs to know.
-        total, weight, wrong = sums.get().tolist()
-        if wrong:
-            self.check_target(prediction.shape, target)
-        return total, weight, None if gradient_NV is None else gradient_NV.reshape(prediction.shape)
+        saved = None if gradient_NV is None else gradient_NV.reshape(prediction.shape)
+        return sums[0], sums[1], saved
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not classes.
@@ -370,8 +369,13 @@ class CrossEntropy(Loss):
         """
         target = self._checked_shapes(prediction_shape, target)
         classes = prediction_shape[-1]
-        if is_device_array(target) and device_passes.are_inside(target, classes, self.ignore_index):
-            return
+        if is_device_array(target):
+            outside = device_passes.count_outside(target, classes, self.ignore_index)
+            refuse_if_any(outside, lambda: self._refuse_outside(target, classes))
+        else:
+            self._refuse_outside(target, classes)
+
+    def _refuse_outside(self, target: Array, classes: int) -> None:
         wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             raise ValueError(

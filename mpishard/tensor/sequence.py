@@ -170,7 +170,7 @@ class SequenceParallelDropout(SplitLayer):
         own, ranks, rank = math.prod(x.shape[1:]), self.backend.world_size, self.backend.rank
         part = (rank * own, (rank + 1) * own)
         stream = MaskStream(context, ranks * own, self.dropout.rate, part)
-        return self.dropout.mask(x, stream.next_masks)
+        return self.dropout.mask_by(x, stream)
 
 
 class TensorParallelDropout(SplitLayer):

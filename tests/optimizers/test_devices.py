@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cupy_stand_in.counts import counting
 
 import mpishard as ms
 from mpishard.arrays import to_host
@@ -17,38 +18,113 @@ from mpishard.optimizers import (
     Segment,
     UpdateContext,
 )
+from mpishard.optimizers.rules.compiled import Body, elements
 from mpishard.testing.worlds import in_worlds
 
 RULES = {
     "sgd": SGD(0.01),
-    "nesterov": SGD(0.01, 0.9, nesterov=True, weight_decay=0.1),
-    "adagrad": Adagrad(0.01),
+    "sgd, decay": SGD(0.01, weight_decay=0.1),
+    "momentum": SGD(0.01, 0.9, weight_decay=0.1),
+    "nesterov": SGD(0.01, 0.9, nesterov=True, clip_value=0.1),
+    "adagrad": Adagrad(0.01, weight_decay=0.1),
     "rmsprop": RMSprop(0.01),
+    "rmsprop, momentum": RMSprop(0.01, momentum=0.9, weight_decay=0.1),
+    "rmsprop, centered": RMSprop(0.01, momentum=0.9, centered=True),
     "adam": Adam(0.01, weight_decay=0.1),
-    "adamw": AdamW(0.01, weight_decay=0.1, parameter_options={"b": {"weight_decay": 0.0}}),
+    "adam, clipped": Adam(0.01, clip_value=0.1),
+    "adamw": AdamW(0.01, weight_decay=0.1),
+    "decay of parts": AdamW(0.01, weight_decay=0.1, parameter_options={"b": {"weight_decay": 0}}),
     "lion": Lion(0.01, weight_decay=0.1),
-    "lamb": LAMB(0.01, weight_decay=0.1),
 }
+
+
+LENGTH = 1000
+
+
+def updated(rule, place, dtype, *, pieces=1, tiny=0):
+    """Parameters and state after 4 updates; the first ``tiny`` gradients are about 1e-39."""
+    generator = np.random.default_rng(0)
+    first, gradients = generator.standard_normal((2, LENGTH)).astype(dtype)
+    gradients[:tiny] *= np.asarray(1e-39, dtype)
+    first[: tiny // 2] *= np.asarray(1e-39, dtype)
+    p, g = place(first), place(gradients)
+    state = {kind: place(np.zeros(LENGTH, dtype)) for kind in rule.needed_state()}
+    ranges = []
+    for piece in range(pieces):
+        low, high = piece * LENGTH // pieces, (piece + 1) * LENGTH // pieces
+        bounds = [("w", 0, 700), ("b", 700, LENGTH)]
+        segments = tuple(
+            Segment(name, max(start, low) - low, min(stop, high) - low)
+            for name, start, stop in bounds
+            if start < high and low < stop
+        )
+        views = {kind: vector[low:high] for kind, vector in state.items()}
+        ranges.append(OwnedRange(p[low:high], g[low:high], views, segments))
+    for step in range(4):
+        rule.update_all(ranges, UpdateContext(step + 1, rule.learning_rate(step), 0.25))
+    return {"parameters": to_host(p)} | {kind: to_host(state[kind]) for kind in state}
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_rules(name, dtype, gpu):
-    rule = RULES[name]
-    generator = np.random.default_rng(0)
-    first, gradients = generator.standard_normal((2, 1000)).astype(dtype)
-    segments = (Segment("w", 0, 700), Segment("b", 700, 1000))
-    results = []
-    for place in (np.array, gpu.asarray):
-        p, g = place(first), place(gradients)
-        state = {kind: place(np.zeros(1000, dtype)) for kind in rule.needed_state()}
-        for step in range(4):
-            context = UpdateContext(step + 1, rule.learning_rate(step), 0.25)
-            rule.update_all([OwnedRange(p, g, state, segments)], context)
-        results.append(to_host(p))
+def test_an_update_on_a_gpu_has_the_bits_of_the_host(name, dtype, gpu):
+    expected = updated(RULES[name], np.array, dtype, tiny=100)
+    found = updated(RULES[name], gpu.asarray, dtype, tiny=100)
+    assert found.keys() == expected.keys()
+    for kind, values in expected.items():
+        np.testing.assert_array_equal(found[kind], values, err_msg=kind)
+    assert np.abs(found["parameters"] - updated(RULES[name], np.array, dtype)["parameters"]).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_lamb_on_a_gpu(dtype, gpu):
+    expected, found = (updated(LAMB(0.01, weight_decay=0.1), place, dtype)
+                       for place in (np.array, gpu.asarray))  # fmt: skip
     tolerance = 1e-6 if dtype == "float32" else 1e-14
-    np.testing.assert_allclose(*results, rtol=0, atol=tolerance)
-    assert np.abs(results[1] - first).max() > 0.001
+    for kind, values in expected.items():
+        np.testing.assert_allclose(found[kind], values, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["adamw", "decay of parts"])
+def test_pieces_that_lie_end_to_end_are_updated_by_one_launch(name, gpu):
+    if not hasattr(gpu, "__stand_in__"):
+        pytest.skip("only the stand-in counts launches")
+    with counting() as counts:
+        found = updated(RULES[name], gpu.asarray, "float64", pieces=7)
+    ranges = {"adamw": 1, "decay of parts": 2}[name]
+    assert counts.launches == 4 * ranges
+    expected = updated(RULES[name], np.array, "float64")
+    np.testing.assert_array_equal(found["parameters"], expected["parameters"])
+
+
+class Cubic(SGD):
+    """Its body has a power, for which kernels have no operation."""
+
+    def body(self, learning_rate, weight_decay, context):
+        return Body(_cubic, (context.gradient_scale, learning_rate))
+
+
+def _cubic(p, g, v, scale, rate):
+    for i in elements(p.size):
+        theta = p[i]
+        theta -= (g[i] * scale) ** 3 * rate
+        p[i] = theta
+
+
+class Closed(SGD):
+    """Its body is a closure, whose values a kernel would keep for ever."""
+
+    def body(self, learning_rate, weight_decay, context):
+        def step(p, g, v):
+            p -= g * (learning_rate * context.gradient_scale)
+
+        return Body(step, ())
+
+
+@pytest.mark.parametrize("rule", [Cubic(0.01), Closed(0.01)])
+def test_a_body_that_cannot_be_a_kernel_runs_all_the_same(rule, gpu):
+    expected, found = (updated(rule, place, "float64") for place in (np.array, gpu.asarray))
+    np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=1e-14)
 
 
 @pytest.mark.parametrize(

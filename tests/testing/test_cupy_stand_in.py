@@ -8,6 +8,9 @@ import pytest
 from cupy_stand_in import installed
 from cupy_stand_in.counts import Counts, counting
 from cupy_stand_in.cuda import current
+from cupy_stand_in.kernels import compiler
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 def test_arrays_do_not_become_numpys_unasked(gpu):
@@ -341,3 +344,96 @@ def test_memory_that_a_peer_still_reads_is_not_let_go():
         with pytest.raises(AssertionError, match="memory is free"):
             a._memory.__del__()
         a._memory._work.clear()
+
+
+SUMS = """
+extern "C" __global__ void sums(const float* x, float* y, int count)
+{
+    __shared__ float warps[4];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    float value = i < count ? x[i] : 0.0f;
+    for (int by = 16; by; by /= 2) value += __shfl_down_sync(0xffffffffu, value, by);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x == 0) y[blockIdx.x] = warps[0] + warps[1] + warps[2] + warps[3];
+}
+"""
+
+
+def test_a_kernel_has_shared_memory_barriers_and_shuffles(gpu):
+    kernel = gpu.RawKernel(SUMS, "sums", options=("--fmad=false",))
+    x, y = gpu.asarray(np.arange(300, dtype=np.float32)), gpu.zeros(3, "float32")
+    kernel((3,), (128,), (x, y, np.int32(300)))
+    assert y.get().tolist() == [sum(range(128)), sum(range(128, 256)), sum(range(256, 300))]
+
+
+def test_a_kernel_refuses_arguments_that_its_signature_does_not_fit():
+    with installed(device_count=2) as cp:
+        kernel = cp.RawKernel(SUMS, "sums")
+        x, y, count = cp.zeros(128, "float32"), cp.zeros(1, "float32"), np.int32(128)
+        for wrong, message in (
+            ((x, y), "3 parameters and was given 2"),
+            ((x, y, 128), "count is int, got int64"),
+            ((x, cp.zeros(1), count), "y is float\\*, got float64"),
+            ((x, 1.0, count), "y is a pointer"),
+            ((cp.zeros((128, 2), "float32")[:, 0], y, count), "x: the array is not C-contiguous"),
+        ):
+            with pytest.raises(AssertionError, match=message):
+                kernel((1,), (128,), wrong)
+        with cp.cuda.Device(1), pytest.raises(ValueError, match="different from the current"):
+            kernel((1,), (128,), (x, y, count))
+        with pytest.raises(AssertionError, match="no kernel other"):
+            cp.RawKernel(SUMS, "other")
+
+
+@needs_compiler
+def test_a_barrier_that_some_threads_never_reach_is_found():
+    text = """
+extern "C" __global__ void stuck(float* x)
+{
+    if (threadIdx.x < 40) __syncthreads();
+    x[threadIdx.x] = 1;
+}
+"""
+    with installed() as cp, pytest.raises(AssertionError, match="never reach a barrier"):
+        cp.RawKernel(text, "stuck")((1,), (64,), (cp.zeros(64, "float32"),))
+
+
+@needs_compiler
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_kernel_that_reads_what_another_thread_writes_is_a_race(writes):
+    text = f"""
+extern "C" __global__ void touch({"" if writes else "const "}float* x, float* y)
+{{
+    y[0] = x[0];
+}}
+"""
+    with installed() as cp:
+        x, y = cp.zeros(1, "float32"), cp.zeros(1, "float32")
+        cp.cuda.get_current_stream().synchronize()
+        # Two threads may read one array at the same time, and only a write is refused.
+        thread = threading.Thread(target=x.sum)
+        thread.start()
+        thread.join()
+        if writes:
+            with pytest.raises(AssertionError, match="may still be read"):
+                cp.RawKernel(text, "touch")((1,), (1,), (x, y))
+        else:
+            cp.RawKernel(text, "touch")((1,), (1,), (x, y))
+        x._memory._work.clear()
+
+
+def test_launches_copies_reads_and_waits_are_counted():
+    with installed() as cp:
+        x, y = cp.zeros(4), cp.zeros(4)
+        with counting() as counts:
+            x += y
+            x[...] = y
+            x[...] = 3
+            x.set(np.ones(4))
+            x.get()
+            float(x.sum())
+            cp.cuda.get_current_stream().synchronize()
+        y += 1
+    assert counts == Counts(launches=3, copies=2, reads=2, waits=1)
+    assert counts.operations == 7

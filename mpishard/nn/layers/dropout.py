@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_number
-from mpishard.arrays import NAMESPACES, Array, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks, is_device_array
 from mpishard.bfloat16 import scratch, store, wide
 from mpishard.contracts import LayerCategory
+from mpishard.nn import device_passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
 _WORDS_PER_COUNT = 8  # Number of 32-bit words that Philox4x64 makes of one value of its counter.
@@ -64,7 +65,19 @@ class Dropout(Layer):
         """Mask x of shape (B, ...), and save the mask, which takes one byte for each element."""
         if not (context.training and self.is_random):
             return x, None
-        return self.mask(x, MaskStream(context, math.prod(x.shape[1:]), self.rate).next_masks)
+        return self.mask_by(x, MaskStream(context, math.prod(x.shape[1:]), self.rate))
+
+    def mask_by(self, x: Array, stream: MaskStream) -> tuple[Array, Any]:
+        """Do what `forward` does in training, with the next masks of a stream.
+
+        A GPU makes them itself: they are those of the host, bit by bit.
+        """
+        if not is_device_array(x):
+            return self.mask(x, stream.next_masks)
+        xp = NAMESPACES[type(x)]
+        x_BE = xp.ascontiguousarray(x).reshape(x.shape[0], math.prod(x.shape[1:]))
+        y_BE, mask_BE = device_passes.dropout(x_BE, 1.0 / (1.0 - self.rate), **stream.state())
+        return y_BE.reshape(x.shape), mask_BE
 
     def mask(
         self, x: Array, next_masks: Callable[[int], np.ndarray[Any, Any]]
@@ -95,10 +108,15 @@ class Dropout(Layer):
         """Multiply ``dy`` by m / (1 - rate) in place."""
         if saved is None:
             return dy, None
+        scale = 1.0 / (1.0 - self.rate)
+        if is_device_array(dy):
+            dy = NAMESPACES[type(dy)].ascontiguousarray(dy)
+            device_passes.dropout_backward(dy, saved, scale)
+            return dy, None
         dy_BE = dy.reshape(saved.shape)
         for rows in chunks(dy_BE):
             d = wide(dy_BE[rows])
-            d *= 1.0 / (1.0 - self.rate)
+            d *= scale
             d *= saved[rows]
             store(dy_BE[rows], d)
         return dy_BE.reshape(dy.shape), None
@@ -108,7 +126,7 @@ class MaskStream:
     """Masks of consecutive samples, beginning with sample ``context.sample_start``.
 
     An element is kept if its 32-bit word is at least ``rate`` 2^32. The host makes the words for
-    arrays on a GPU, too, so that both train with the same masks.
+    arrays on a GPU, too, if a caller asks for them here; otherwise the GPU makes the same words.
 
     Parameters
     ----------
@@ -137,10 +155,21 @@ class MaskStream:
         self._counts_between = -(-elements // _WORDS_PER_COUNT) - self._counts
         # A rate just below 1 rounds to 2^32, which uint32 cannot represent.
         self._threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
-        self._generator = np.random.Philox(
-            key=int.from_bytes(digest, "little"),
-            counter=int(context.sample_start) * (self._counts + self._counts_between) + first,
-        )
+        self._key = int.from_bytes(digest, "little")
+        per_sample = self._counts + self._counts_between
+        self._counter = int(context.sample_start) * per_sample + first
+        self._generator = np.random.Philox(key=self._key, counter=self._counter)
+
+    def state(self) -> dict[str, int]:
+        """Return the arguments of `device_passes.dropout` for the first sample's masks."""
+        return {
+            "key": self._key,
+            "counter": self._counter,
+            "threshold": int(self._threshold),
+            "counts": self._counts,
+            "counts_between": self._counts_between,
+            "skipped": self._words.start,
+        }
 
     def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
         """Return the masks of the next samples, a bool array (samples, elements of the part)."""

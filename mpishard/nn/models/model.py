@@ -381,7 +381,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         and the model's seed. The caller passes the step, because a plain model does not count them.
         """
         run = self._run(x, y, loss_function, step, sample_start)
-        return run.mean_loss, run.gradients()
+        gradients = run.gradients()
+        return run.mean_loss, gradients
 
     def _run(
         self,

@@ -136,13 +136,29 @@ class TrainingPass:
         self._x_shape = x.shape
         self.is_pending = False  # True after `input_gradient`, until `weight_gradients`.
         prediction, self._saved = chain.forward(table.nested_views(vector), x, context)
-        total, self._weight, loss_saved = loss.forward(prediction, y)
-        if lies_on_device(total):
-            total, self._weight = read_numbers([total, self._weight])
+        total, weight, loss_saved = loss.forward(prediction, y)
+        # On a GPU the sums may be arrays, and the host does not wait for them before it has begun
+        # the backward pass.
+        self._total = total if lies_on_device(total) else as_loss(total, loss, "sum")
+        self._weight: Any = weight
         # The weight is 0 if there are no samples, or if all targets are ignored.
-        self.mean_loss = as_loss(total, loss, "sum") / self._weight if self._weight else 0.0
+        self._has_samples = bool(lies_on_device(weight) or weight)
         # Backward pops the gradient from this list, so that no name keeps the large array alive.
-        self._output_gradient = [loss.backward(loss_saved)] if self._weight else []
+        self._output_gradient = [loss.backward(loss_saved)] if self._has_samples else []
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss; 0 if the weight is 0. On a GPU the host waits for it."""
+        total, weight = read_numbers([self._total, self._weight])
+        return total / weight if weight else 0.0
+
+    def _divide(self, sums: Array) -> None:
+        """Divide a gradient of the loss's sum by the weight, in place; if it is 0, they are 0."""
+        if lies_on_device(self._weight):
+            weight = self._weight.astype(sums.dtype)
+            sums /= weight + (weight == 0)
+        else:
+            sums /= self._weight
 
     def gradients(self) -> Array:
         """Return the gradient of the mean loss, shape (table.length,)."""
@@ -162,14 +178,14 @@ class TrainingPass:
         It is None if x holds integers, which have no gradient.
         """
         self.is_pending = True
-        if not self._weight:
+        if not self._has_samples:
             xp = NAMESPACES[type(self._vector)]
             is_number = self.chain.takes_integers
             return None if is_number else xp.zeros(self._x_shape, self._vector.dtype)
         views = self._table.nested_views(self._vector)
         dx, self._saved = self.chain.backward_input(views, self._saved, self._output_gradient.pop())
         if dx is not None:
-            dx /= self._weight
+            self._divide(dx)
         return dx
 
     def weight_gradients(self) -> Array:
@@ -181,7 +197,7 @@ class TrainingPass:
     def _mean_gradient(self, add: Callable[[GradientTargets], None]) -> Array:
         """Return the gradient of the mean loss; ``add(targets)`` adds that of the loss's sum."""
         xp = NAMESPACES[type(self._vector)]
-        if not self._weight:
+        if not self._has_samples:
             return xp.zeros_like(self._vector)
         gradients = xp.empty_like(self._vector)  # `GradientTargets` clears it if need be.
         targets = GradientTargets(
@@ -191,5 +207,5 @@ class TrainingPass:
         )
         add(targets)
         targets.clear_unwritten()
-        gradients /= self._weight
+        self._divide(gradients)
         return gradients

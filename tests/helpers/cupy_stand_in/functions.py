@@ -183,7 +183,15 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 
 def matmul(x1: Any, x2: Any, out: Any = None) -> Any:
-    return call(np.matmul, _array(x1), _array(x2), out=out)
+    """Count the copies that CuPy makes for cuBLAS, which takes whole matrices."""
+    is_batched = max(_array(x1).ndim, _array(x2).ndim) > 2
+    for operand in (x1, x2):
+        is_whole = operand.flags.c_contiguous or (operand.flags.f_contiguous and not is_batched)
+        if operand.size and not is_whole:
+            count("copies")
+    if out is not None and not out.flags.c_contiguous:
+        count("copies")
+    return call(np.matmul, x1, x2, out=out)
 
 
 def dot(a: Any, b: Any, out: Any = None) -> Any:

@@ -34,7 +34,7 @@ from cupy_stand_in.counts import count
 
 __all__ = ["RawKernel", "compiler"]
 
-_OPTIONS = ["-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
+_OPTIONS = ["-O1", "-U_FORTIFY_SOURCE", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
 _NUMBERS = {
     "float": np.float32, "double": np.float64, "int": np.int32, "unsigned": np.uint32,
     "unsigned int": np.uint32, "long long": np.int64, "unsigned long long": np.uint64,
@@ -44,6 +44,7 @@ _POINTERS = _NUMBERS | {"unsigned short": np.uint16, "unsigned char": np.uint8, 
 
 HEADER = r"""
 #include <math.h>
+#include <setjmp.h>
 #include <string.h>
 #include <ucontext.h>
 #include <stdlib.h>
@@ -62,31 +63,36 @@ static inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; 
 static inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 static inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned __int128)a * b >> 64; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 template <class V> static inline V min(V a, V b) { return a < b ? a : b; }
 template <class V> static inline V max(V a, V b) { return a < b ? b : a; }
 
-// Coroutines: one for each thread of a block. Each runs until its next barrier.
-enum { RUNS, AT_BLOCK, AT_WARP, ENDED };
-static thread_local int fiber_count, fiber_now, *fiber_state;
-static thread_local ucontext_t fiber_home, *fiber_contexts;
+// Coroutines: one for each thread of a block. Each runs until its next barrier. A context makes
+// its stack, and later jumps change to it: they are much faster, as they call no kernel.
+enum { STARTS, RUNS, AT_BLOCK, AT_WARP, ENDED };
+static thread_local int fiber_count, fiber_now, *fiber_state, *fiber_shuffles;
+static thread_local ucontext_t *fiber_contexts;
+static thread_local jmp_buf fiber_home, *fiber_jumps;
 static thread_local unsigned long long *fiber_words;
 static void fiber_wait(int where) {
     int me = fiber_now;
     fiber_state[me] = where;
-    swapcontext(&fiber_contexts[me], &fiber_home);
+    if (!_setjmp(fiber_jumps[me])) _longjmp(fiber_home, 1);
 }
 static inline void __syncthreads() { fiber_wait(AT_BLOCK); }
 static inline void __syncwarp(unsigned = 0) { fiber_wait(AT_WARP); }
 template <class V> static V fiber_shuffle(V value, int lane) {
     int me = fiber_now, from = me / 32 * 32 + lane;
-    fiber_words[me] = 0;
-    memcpy(&fiber_words[me], &value, sizeof(V));
+    // Two places in turn: who is late still finds the words of this shuffle during the next one.
+    unsigned long long* words = fiber_words + fiber_shuffles[me]++ % 2 * fiber_count;
+    words[me] = 0;
+    memcpy(&words[me], &value, sizeof(V));
     fiber_wait(AT_WARP);
     V found = value;
-    if (lane >= 0 && lane < 32 && from < fiber_count) memcpy(&found, &fiber_words[from], sizeof(V));
-    fiber_wait(AT_WARP);
+    if (lane >= 0 && lane < 32 && from < fiber_count) memcpy(&found, &words[from], sizeof(V));
     return found;
 }
 template <class V> static V __shfl_sync(unsigned, V v, int lane, int = 32) {
@@ -108,35 +114,41 @@ static void place(int thread) {
     threadIdx.z = thread / blockDim.x / blockDim.y;
 }
 static void fiber_main() {
-    call_kernel();
-    fiber_state[fiber_now] = ENDED;
-    swapcontext(&fiber_contexts[fiber_now], &fiber_home);
+    for (;;) { call_kernel(); fiber_wait(ENDED); }  // then it runs for the next block
 }
 static int run_fibers() {
     const size_t stack = 64 * 1024;
-    static thread_local char* stacks; static thread_local int room;
+    static thread_local char* stacks; static thread_local int room, started;
     if (room < fiber_count) {
-        free(stacks); free(fiber_contexts); free(fiber_state); free(fiber_words);
-        room = fiber_count;
+        free(stacks); free(fiber_contexts); free(fiber_jumps);
+        free(fiber_state); free(fiber_shuffles); free(fiber_words);
+        room = fiber_count; started = 0;
         stacks = (char*)malloc(stack * room);
         fiber_contexts = (ucontext_t*)malloc(sizeof(ucontext_t) * room);
+        fiber_jumps = (jmp_buf*)malloc(sizeof(jmp_buf) * room);
         fiber_state = (int*)malloc(sizeof(int) * room);
-        fiber_words = (unsigned long long*)malloc(8 * room);
+        fiber_shuffles = (int*)malloc(sizeof(int) * room);
+        fiber_words = (unsigned long long*)malloc(8 * 2 * room);
     }
-    for (int i = 0; i < fiber_count; i++) {
+    for (int i = 0; i < fiber_count; i++) { fiber_state[i] = RUNS; fiber_shuffles[i] = 0; }
+    for (int i = started; i < fiber_count; i++) {
         getcontext(&fiber_contexts[i]);
         fiber_contexts[i].uc_stack.ss_sp = stacks + stack * i;
         fiber_contexts[i].uc_stack.ss_size = stack;
         fiber_contexts[i].uc_link = 0;
         makecontext(&fiber_contexts[i], fiber_main, 0);
-        fiber_state[i] = RUNS;
+        fiber_state[i] = STARTS;
     }
+    if (started < fiber_count) started = fiber_count;
     for (;;) {
         int ran = 0, ended = 0, at_block = 0;
         for (int i = 0; i < fiber_count; i++) {
-            if (fiber_state[i] == RUNS) {
+            if (fiber_state[i] == STARTS || fiber_state[i] == RUNS) {
                 ran = 1; fiber_now = i; place(i);
-                swapcontext(&fiber_home, &fiber_contexts[i]);
+                if (!_setjmp(fiber_home)) {
+                    if (fiber_state[i] == STARTS) setcontext(&fiber_contexts[i]);
+                    _longjmp(fiber_jumps[i], 1);
+                }
             }
             ended += fiber_state[i] == ENDED;
             at_block += fiber_state[i] == AT_BLOCK;
@@ -157,7 +169,7 @@ static int run_fibers() {
                     if (fiber_state[i] == AT_WARP) fiber_state[i] = RUNS;
             }
         }
-        if (!ran) return 1;
+        if (!ran) { room = 0; return 1; }
     }
 }
 extern "C" int run_on_host(const unsigned* grid, const unsigned* block, void** arguments) {
@@ -226,7 +238,7 @@ class RawKernel:
     def _checked(self, parameter: _Parameter, value: Any) -> Any:
         where = f"{self.name}, parameter {parameter.name}"
         if parameter.is_array:
-            if value is None:
+            if type(value) is np.uint64 and value == 0:
                 return ctypes.c_void_p(None)
             assert isinstance(value, ndarray), f"{where} is a pointer, got {type(value)}"
             expected = _POINTERS[parameter.kind]
