@@ -140,7 +140,7 @@ class TrainingPass:
         # On a GPU the sums may be arrays, and the host does not wait for them before it has begun
         # the backward pass.
         self._total = total if lies_on_device(total) else as_loss(total, loss, "sum")
-        self._weight = weight
+        self._weight: Any = weight
         # The weight is 0 if there are no samples, or if all targets are ignored.
         self._has_samples = bool(lies_on_device(weight) or weight)
         # Backward pops the gradient from this list, so that no name keeps the large array alive.
