@@ -7,7 +7,8 @@ block, add these sums in a tree. So the bits of a row's result depend on its val
 length, and not on the other rows, the launch or the run.
 
 `norms`, `softmax` (with cross entropy), `activations`, `tokens` and `dropout` have the kernels, and
-the functions that launch them; `text` has what their texts share. All functions take C-contiguous
+the functions that launch them; `text` has what their texts share. `products` has matrix products of
+rounded operands. All functions take C-contiguous
 arrays on the current device, and begin their kernels on its current stream. An array "is
 overwritten" if the function writes its results there.
 """
@@ -23,6 +24,7 @@ from mpishard.nn.device_passes.activations import (
 )
 from mpishard.nn.device_passes.dropout import dropout, dropout_backward
 from mpishard.nn.device_passes.norms import column_sums, norm, norm_backward
+from mpishard.nn.device_passes.products import multiply, precision_of, products_in
 from mpishard.nn.device_passes.softmax import (
     cross_entropy,
     softmax,
@@ -41,8 +43,11 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "dropout_backward",
+    "multiply",
     "norm",
     "norm_backward",
+    "precision_of",
+    "products_in",
     "softmax",
     "softmax_backward",
     "softmax_gradient",
