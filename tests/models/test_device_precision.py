@@ -36,7 +36,7 @@ def test_training_is_near_that_in_float32(
     exact, wanted = trained(backend, strategy, None)
     np.testing.assert_allclose(losses, exact, rtol=0.01)
     np.testing.assert_allclose(parameters, wanted, atol=0.01)
-    assert not np.array_equal(parameters, wanted)
+    assert precision == "tf32" or not np.array_equal(parameters, wanted)  # which may round
 
 
 @in_worlds(2)

@@ -345,7 +345,8 @@ def test_products_of_rounded_operands(precision: str, layout: str, batch: Any, g
     for result in found:
         error = np.abs(result - exact)
         assert (error <= 2.2 * UNITS[precision] * bound).all()
-        assert error.max() > 0.02 * UNITS[precision] * bound.max()  # and the operands are rounded
+        # cuBLAS may round for TF32, and need not.
+        assert precision == "tf32" or error.max() > 0.02 * UNITS[precision] * bound.max()
     np.testing.assert_array_equal(to_host(whole)[..., 1:], found[0])
     np.testing.assert_array_equal(to_host(whole)[..., 0], 0)
     # Outside of the block, and of float64, nothing is rounded.
