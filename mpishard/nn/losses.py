@@ -27,6 +27,7 @@ from mpishard.arrays import (
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
 from mpishard.nn import device_passes
+from mpishard.nn.checks import refuse_if_any
 from mpishard.nn.layers.activations import sigmoid
 from mpishard.nn.targets import as_class_weight, checked_targets, parts_of
 
@@ -368,8 +369,13 @@ class CrossEntropy(Loss):
         """
         target = self._checked_shapes(prediction_shape, target)
         classes = prediction_shape[-1]
-        if is_device_array(target) and device_passes.are_inside(target, classes, self.ignore_index):
-            return
+        if is_device_array(target):
+            outside = device_passes.count_outside(target, classes, self.ignore_index)
+            refuse_if_any(outside, lambda: self._refuse_outside(target, classes))
+        else:
+            self._refuse_outside(target, classes)
+
+    def _refuse_outside(self, target: Array, classes: int) -> None:
         wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             raise ValueError(

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpishard.arguments import as_amount
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, is_device_array
 from mpishard.data import Samples
+from mpishard.nn.checks import refuse_if_any
 
 
 def parts_of(target: Any) -> tuple[Array, Array | None]:
@@ -54,8 +55,14 @@ def checked_targets(owner: str, target: Any) -> Array:
     if weights.dtype.kind not in "fiub":
         raise TypeError(f"weights must be real numbers, got an array of {weights.dtype}")
     fits = (weights >= 0) & (weights < math.inf)
-    if not fits.all():
+
+    def refuse() -> None:
         raise ValueError(f"weights must be 0 or more and finite, got {weights[~fits][0]}")
+
+    if is_device_array(weights):
+        refuse_if_any((~fits).sum(dtype="float64"), refuse)
+    elif not fits.all():
+        refuse()
     checked: Array = targets
     return checked
 

@@ -33,6 +33,11 @@ def mlp(device="cuda"):
     return ms.nn.MLP([8, 16, 16, 3], seed=0, dtype="float32", device=device)
 
 
+def gpt(layers=2):
+    sizes = {"vocabulary_size": 11, "context_length": 6, "width": 8, "heads": 2}
+    return ms.nn.GPT(**sizes, layers=layers, seed=0, device="cuda")
+
+
 def batch(gpu, samples=6, outputs=3):
     generator = np.random.default_rng(3)
     return (
@@ -65,9 +70,7 @@ def test_the_host_waits_equally_often_for_a_model_of_more_layers(backend, strate
     tokens = counted.asarray(np.arange(12).reshape(2, 6) % 11)
     found = []
     for layers in (1, 4):
-        model = ms.nn.GPT(vocabulary_size=11, context_length=6, width=8, heads=2, layers=layers,
-                          seed=0, device="cuda")  # fmt: skip
-        counts = counts_of_a_step(backend, strategy, model, tokens, tokens)
+        counts = counts_of_a_step(backend, strategy, gpt(layers), tokens, tokens)
         assert counts.waits == 0
         found.append(counts.reads)
     assert found[0] == found[1]
@@ -162,3 +165,40 @@ def test_a_collective_of_one_rank_on_a_gpu_is_one_copy_at_most(backend, gpu):
         np.testing.assert_array_equal(to_host(found), np.arange(1000.0))
     with pytest.raises(ValueError, match="rows"):
         backend.all_gather(array, out=gpu.zeros(999))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(1)
+def test_a_step_of_a_gpt_reads_twice_the_checks_of_its_tokens_and_the_loss(
+    backend, strategy, counted
+):
+    tokens = counted.asarray(np.arange(12).reshape(2, 6) % 11)
+    counts = counts_of_a_step(backend, strategy, gpt(12), tokens, tokens)
+    assert counts.operations <= 800
+    assert counts.reads == 2
+    assert counts.waits == 0
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@in_worlds(2)
+def test_values_that_a_gpu_finds_wrong_are_refused_and_change_nothing(backend, weighted, gpu):
+    wrapped, optimizer = trainer(backend, "fsdp", gpt())
+    tokens = np.arange(12).reshape(2, 6) % 11
+    weights = np.ones((2, 6))
+    optimizer.step(wrapped, gpu.asarray(tokens), gpu.asarray(tokens))
+    before = to_host(wrapped.gather_full_parameters())
+    for x, y, w, message in (
+        (tokens + 9, tokens, weights, r"token 19 is outside the vocabulary \[0, 11\)"),
+        (tokens, tokens + 9, weights, r"target 1[0-9] is neither in \[0, 11\)"),
+        (tokens, tokens, -weights, "weights must be 0 or more"),
+    ):
+        if not weighted and (w < 0).any():
+            continue
+        target = gpu.asarray(y)
+        if weighted:
+            target = ms.data.Samples((target, gpu.asarray(w)))
+        with pytest.raises(ValueError, match=message):
+            optimizer.step(wrapped, gpu.asarray(x), target)
+    np.testing.assert_array_equal(to_host(wrapped.gather_full_parameters()), before)
+    # Both ranks have refused all of it, and no rank waits for the other.
+    optimizer.step(wrapped, gpu.asarray(tokens), gpu.asarray(tokens))

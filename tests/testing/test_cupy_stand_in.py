@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from cupy_stand_in import installed
 from cupy_stand_in.counts import Counts, counting
+from cupy_stand_in.kernels import compiler
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 def test_arrays_do_not_become_numpys_unasked(gpu):
@@ -225,6 +228,7 @@ def test_a_kernel_refuses_arguments_that_its_signature_does_not_fit():
             cp.RawKernel(SUMS, "other")
 
 
+@needs_compiler
 def test_a_barrier_that_some_threads_never_reach_is_found():
     text = """
 extern "C" __global__ void stuck(float* x)
@@ -237,6 +241,7 @@ extern "C" __global__ void stuck(float* x)
         cp.RawKernel(text, "stuck")((1,), (64,), (cp.zeros(64, "float32"),))
 
 
+@needs_compiler
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_kernel_that_reads_what_another_thread_writes_is_a_race(writes):
     text = f"""

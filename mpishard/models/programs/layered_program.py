@@ -20,6 +20,7 @@ from mpishard.models.programs.program import Batch, Program, Replica, unread_los
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
+from mpishard.nn.checks import read_together
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context, Layer
 from mpishard.sharding import Placement, ShardingConfiguration, build_units
@@ -123,10 +124,11 @@ class LayeredProgram(Program):
         # Refused here, because a loss would fail inside a pass, when other ranks wait for this one.
         if not isinstance(y, Samples) and getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
-        inputs = self._model.as_input(x)
-        if len(y) != len(x):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        loss.check_target((len(x), *shape), y)
+        with read_together():
+            inputs = self._model.as_input(x)
+            if len(y) != len(x):
+                raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+            loss.check_target((len(x), *shape), y)
         return inputs, map_arrays(self._put, y)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:

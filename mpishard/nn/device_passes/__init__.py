@@ -31,15 +31,15 @@ from mpishard.nn.device_passes.softmax import (
     softmax_backward,
     softmax_gradient,
 )
-from mpishard.nn.device_passes.tokens import add_rows, are_inside, take_rows
+from mpishard.nn.device_passes.tokens import add_rows, count_outside, take_rows
 
 __all__ = [
     "activation",
     "activation_backward",
     "activation_with_slope",
     "add_rows",
-    "are_inside",
     "column_sums",
+    "count_outside",
     "cross_entropy",
     "dropout",
     "dropout_backward",

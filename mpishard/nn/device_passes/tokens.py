@@ -99,11 +99,11 @@ extern "C" __global__ void count_outside(const long long* values, T* found, long
 )
 
 
-def are_inside(values: Array, stop: int, allowed: int = 0) -> bool:
-    """Return whether all integers are in [0, stop) or have the allowed value. The host waits."""
+def count_outside(values: Array, stop: int, allowed: int = 0) -> Array:
+    """Return the number of integers that are neither in [0, stop) nor the allowed value."""
     found = NAMESPACES[type(values)].empty((), np.float64)
     _COUNT_OUTSIDE.launch(1, np.float64, int64(values), found, values.size, stop, allowed)
-    return not found.item()
+    return found
 
 
 def int64(values: Array) -> Array:

@@ -16,6 +16,7 @@ from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array
 from mpishard.bfloat16 import wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
+from mpishard.nn.checks import refuse_if_any
 from mpishard.nn.layers.initializers import normal
 from mpishard.nn.layers.layer import (
     Context,
@@ -73,14 +74,19 @@ class Embedding(Layer):
         array_namespace(x)
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
-        is_known = is_device_array(x) and device_passes.are_inside(x, self.vocabulary_size)
-        if x.size and not is_known:
+        if is_device_array(x):
+            outside = device_passes.count_outside(x, self.vocabulary_size)
+            refuse_if_any(outside, lambda: self._refuse_outside(x))
+        elif x.size:
             # NumPy counts negative indices from the end: it would return the last row for -1.
-            for token in (int(x.min()), int(x.max())):
-                if not 0 <= token < self.vocabulary_size:
-                    raise ValueError(
-                        f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
-                    )
+            self._refuse_outside(x)
+
+    def _refuse_outside(self, x: Array) -> None:
+        for token in (int(x.min()), int(x.max())):
+            if not 0 <= token < self.vocabulary_size:
+                raise ValueError(
+                    f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
+                )
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (..., width) for the shape (...): each token becomes a vector."""

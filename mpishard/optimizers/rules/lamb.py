@@ -15,7 +15,8 @@ from mpishard.arrays import (
     block_squares,
     to_host,
 )
-from mpishard.optimizers.rules.compiled import in_chunks
+from mpishard.models.stores.norm import squared_norm
+from mpishard.optimizers.rules.compiled import Body, elements, in_chunks, run
 from mpishard.optimizers.rules.elementwise import Adam
 from mpishard.optimizers.rules.options import OptionRange
 from mpishard.optimizers.rules.ranges import Cell, OwnedRange, UpdateContext, places_of
@@ -53,25 +54,16 @@ class LAMB(Adam, JointRule):
         places = places_of(ranges, context)
         xp = array_namespace(ranges[0].parameters) if ranges else np
         squares = xp.zeros((len(places), 2))
+        square = self._add_squares if xp is np else self._add_squares_on_device
         for owned, cell, span in self._parameters_in(ranges):
-            blocks = []
-            for p, g, m, v in self._chunks(owned, span):
-                self._update_moments(g, m, v, context.gradient_scale)
-                direction = self._direction(p, m, v, span.weight_decay, context.step)
-                # In float64, because the squares of small float32 numbers are 0.
-                blocks.append(
-                    xp.stack([block_squares(a.astype(np.float64)) for a in (p, direction)])
-                )
-            squares[places[cell]] += xp.concatenate(blocks, axis=1).sum(axis=1)
+            square(squares[places[cell]], owned, span, context)
         squares = context.sum_over_owners(to_host(squares))
         for owned, cell, span in self._parameters_in(ranges):
             length, step_length = np.sqrt(squares[places[cell]]).tolist()
             ratio = length / step_length if length > 0 and step_length > 0 else 1.0
             rate = self._rate_in(span, context) * ratio
-            for p, _g, m, v in self._chunks(owned, span):
-                direction = self._direction(p, m, v, span.weight_decay, context.step)
-                direction *= rate
-                p[...] -= direction
+            p, _g, m, v = self._arrays(owned, span)
+            run(Body(_step, (*self._of_direction(span, context), rate)), [p, m, v])
 
     def _parameters_in(
         self, ranges: Sequence[OwnedRange]
@@ -81,31 +73,90 @@ class LAMB(Adam, JointRule):
             for segment, span in zip(owned.segments, spans, strict=True):
                 yield owned, (segment.name, segment.cell), span
 
-    def _chunks(self, owned: OwnedRange, span: OptionRange) -> Iterator[list[Array]]:
-        """Return parameters, gradients and moments of one chunk after the other."""
+    def _arrays(self, owned: OwnedRange, span: OptionRange) -> list[Array]:
+        """Return parameters, gradients and moments of one parameter."""
         arrays = [owned.parameters, owned.gradients, *(owned.state[n] for n in self.state_names)]
+        return [array[span.start : span.stop] for array in arrays]
+
+    def _add_squares(
+        self, squares: Array, owned: OwnedRange, span: OptionRange, context: UpdateContext
+    ) -> None:
+        """Update the moments of one parameter, and add the squares of it and of its direction."""
+        blocks = []
         # Whole blocks, so that the sums of squares do not depend on the size of the cache.
-        return in_chunks([array[span.start : span.stop] for array in arrays], SQUARES_BLOCK)
+        for p, g, m, v in in_chunks(self._arrays(owned, span), SQUARES_BLOCK):
+            direction = self._direction(p, g, m, v, span, context)
+            # In float64, because the squares of small float32 numbers are 0.
+            blocks.append(np.stack([block_squares(a.astype(np.float64)) for a in (p, direction)]))
+        squares += np.concatenate(blocks, axis=1).sum(axis=1)
 
-    def _update_moments(self, g: Array, m: Array, v: Array, scale: float) -> None:
+    def _add_squares_on_device(
+        self, squares: Array, owned: OwnedRange, span: OptionRange, context: UpdateContext
+    ) -> None:
+        """As `_add_squares`; the host waits for nothing."""
+        p, g, m, v = self._arrays(owned, span)
+        direction = self._direction(p, g, m, v, span, context)
+        for place, array in enumerate((p, direction)):
+            squares[place : place + 1] += squared_norm([array])
+
+    def _direction(
+        self, p: Array, g: Array, m: Array, v: Array, span: OptionRange, context: UpdateContext
+    ) -> Array:
+        """Update the moments, and return ``r + weight_decay * theta`` in a new array."""
+        scale, clip = context.gradient_scale, None
         if self.clip_value is not None:
-            g = g * scale
-            g, scale = array_namespace(g).clip(g, -self.clip_value, self.clip_value, out=g), 1.0
-        m *= self.beta1
-        m += g * ((1 - self.beta1) * scale)
-        v *= self.beta2
-        root = g * (math.sqrt(1 - self.beta2) * scale)
-        root *= root
-        v += root
-
-    def _direction(self, p: Array, m: Array, v: Array, weight_decay: float, step: int) -> Array:
-        """Return ``r + weight_decay * theta`` in a new array."""
-        # As in Adam: m/c1 / (sqrt(v/c2) + eps) = sqrt(c2)/c1 m / (sqrt(v) + sqrt(c2) eps).
-        root = math.sqrt(1 - self.beta2**step)
-        divisor = np.sqrt(v)
-        divisor += root * self.epsilon
-        direction: Array = m / divisor
-        direction *= root / (1 - self.beta1**step)
-        if weight_decay:
-            direction += p * weight_decay
+            scale, clip = 1.0, (scale, self.clip_value)
+        to_m, to_v = (1 - self.beta1) * scale, math.sqrt(1 - self.beta2) * scale
+        run(Body(_moments, (self.beta1, self.beta2, to_m, to_v)), [m, g, v], clip)
+        direction: Array = array_namespace(p).empty_like(p)
+        run(Body(_directions, self._of_direction(span, context)), [direction, p, m, v])
         return direction
+
+    def _of_direction(self, span: OptionRange, context: UpdateContext) -> tuple[float, ...]:
+        # As in Adam: m/c1 / (sqrt(v/c2) + eps) = sqrt(c2)/c1 m / (sqrt(v) + sqrt(c2) eps).
+        root = math.sqrt(1 - self.beta2**context.step)
+        correction = root / (1 - self.beta1**context.step)
+        return root * self.epsilon, correction, span.weight_decay
+
+
+def _moments(
+    m: Array, g: Array, v: Array, beta1: float, beta2: float, to_m: float, to_v: float
+) -> None:
+    for i in elements(m.size):
+        first, second = m[i], v[i]
+        first *= beta1
+        first += g[i] * to_m
+        root = g[i] * to_v
+        root *= root
+        second *= beta2
+        second += root
+        m[i], v[i] = first, second
+
+
+def _directions(
+    d: Array, p: Array, m: Array, v: Array, epsilon: float, correction: float, decay: float
+) -> None:
+    for i in elements(d.size):
+        divisor = np.sqrt(v[i])
+        divisor += epsilon
+        direction = m[i] / divisor
+        direction *= correction
+        if decay != 0:
+            direction += p[i] * decay
+        d[i] = direction
+
+
+def _step(
+    p: Array, m: Array, v: Array, epsilon: float, correction: float, decay: float, rate: float
+) -> None:
+    for i in elements(p.size):
+        theta = p[i]
+        divisor = np.sqrt(v[i])
+        divisor += epsilon
+        direction = m[i] / divisor
+        direction *= correction
+        if decay != 0:
+            direction += theta * decay
+        direction *= rate
+        theta -= direction
+        p[i] = theta

@@ -58,8 +58,9 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
     A rule updates one owned range at a time: 1-D views of parameters, gradients and state, of any
     length and cut anywhere. NumPy runs its `body` on chunks that fit the cache; numba, if it is
-    installed, compiles the same function into one loop that gives the same bits. State belongs to
-    the caller. Settings may be set between steps and are checked then, too.
+    installed, compiles the same function into one loop that gives the same bits, and so does the
+    kernel that it becomes on a GPU. State belongs to the caller. Settings may be set between steps
+    and are checked then, too.
 
     Parameters
     ----------

@@ -1,0 +1,48 @@
+"""Checks of values that lie on a GPU, whose results the host reads together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from mpishard.arrays import Array, read_numbers
+
+_waiting: ContextVar[list[tuple[Array, Callable[[], Any]]] | None] = ContextVar(
+    "_waiting", default=None
+)
+
+
+def refuse_if_any(wrong: Array, refuse: Callable[[], Any]) -> None:
+    """Call ``refuse``, which raises, unless ``wrong`` is 0.
+
+    The host waits for the GPU here, or at the end of a block of `read_together`.
+
+    Parameters
+    ----------
+    wrong : Array
+        Number of values that are refused: an array of one element on a GPU.
+    refuse : callable
+        Finds the first of them, and raises the error that names it.
+    """
+    checks = _waiting.get()
+    if checks is not None:
+        checks.append((wrong, refuse))
+    elif any(read_numbers([wrong])):
+        refuse()
+
+
+@contextmanager
+def read_together() -> Iterator[None]:
+    """Read the results of the block's checks by one copy, at its end, and raise the first error."""
+    checks: list[tuple[Array, Callable[[], Any]]] = []
+    token = _waiting.set(checks)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+    numbers = read_numbers([wrong for wrong, _ in checks])
+    for number, (_, refuse) in zip(numbers, checks, strict=True):
+        if number:
+            refuse()

@@ -1,0 +1,41 @@
+"""Checks of values on a GPU are read together."""
+
+import pytest
+from cupy_stand_in.counts import counting
+
+from mpishard.nn.checks import read_together, refuse_if_any
+
+
+def refusal(name):
+    def refuse():
+        raise ValueError(f"{name} is refused")
+
+    return refuse
+
+
+def test_checks_of_a_block_are_read_once_and_the_first_error_is_raised(gpu):
+    none, one = gpu.zeros(1), gpu.ones(1)
+    with counting() as counts:
+        with read_together():
+            for _ in range(3):
+                refuse_if_any(none, refusal("nothing"))
+        with pytest.raises(ValueError, match="the second"), read_together():
+            refuse_if_any(none, refusal("the first"))
+            refuse_if_any(one, refusal("the second"))
+            refuse_if_any(one, refusal("the third"))
+    if hasattr(gpu, "__stand_in__"):
+        assert counts.reads == 2
+
+
+def test_a_check_outside_of_a_block_is_read_at_once(gpu):
+    refuse_if_any(gpu.zeros(()), refusal("nothing"))
+    with pytest.raises(ValueError, match="it is refused"):
+        refuse_if_any(gpu.ones(()), refusal("it"))
+
+
+def test_an_error_in_a_block_is_raised_before_its_checks_and_leaves_none_behind(gpu):
+    with pytest.raises(KeyError), read_together():
+        refuse_if_any(gpu.ones(1), refusal("a value"))
+        raise KeyError
+    with read_together():
+        pass
