@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 
@@ -13,7 +14,7 @@ from mpishard import checkpoint, compilation
 from mpishard.checkpoint import StagingBuffer
 from mpishard.checkpoint.saving import staging as module
 
-DTYPES = ["uint8", "float16", ml_dtypes.bfloat16, "int32", "float32", "float64", "int64", "bool"]
+DTYPES = ["uint8", ml_dtypes.bfloat16, "float32", "float64"]  # the copy knows bytes alone
 
 
 @pytest.fixture
@@ -29,24 +30,25 @@ def bits(length, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 9, 64, 1_001, 65_536, 100_000])
-def test_any_length_of_any_dtype(copy, dtype, length):
+def test_any_length_of_any_dtype(copy, dtype):
     guard = 16
-    source = bits(length, dtype)
-    target = bits(length + 2 * guard, dtype, 1)
-    wanted = target.tobytes()
-    source.flags.writeable = False
-    copy(source, target[guard : guard + length])
-    width = target.itemsize * guard
-    assert target.tobytes() == (wanted[:width] + source.tobytes() + wanted[width + source.nbytes :])
+    for length in (0, 1, 2, 3, 7, 8, 9, 64, 1_001, 65_536, 100_000):
+        source = bits(length, dtype)
+        target = bits(length + 2 * guard, dtype, 1)
+        before = target.tobytes()
+        source.flags.writeable = False
+        copy(source, target[guard : guard + length])
+        width = target.itemsize * guard
+        wanted = before[:width] + source.tobytes() + before[width + source.nbytes :]
+        assert target.tobytes() == wanted, length
 
 
-@pytest.mark.parametrize("of_source", range(0, 9, 3))
-@pytest.mark.parametrize("of_target", range(0, 9, 4))
-def test_any_place_in_memory(copy, of_source, of_target):
-    source, target = bits(4_008, "uint8"), bits(4_008, "uint8", 1)
-    copy(source[of_source : of_source + 3_992], target[of_target : of_target + 3_992])
-    assert (target[of_target : of_target + 3_992] == source[of_source : of_source + 3_992]).all()
+def test_any_place_in_memory(copy):
+    for of_source, of_target in itertools.product(range(0, 9, 3), range(0, 9, 4)):
+        source, target = bits(4_008, "uint8"), bits(4_008, "uint8", 1)
+        given, taken = (a[n : n + 3_992] for a, n in ((source, of_source), (target, of_target)))
+        copy(given, taken)
+        assert (taken == given).all(), (of_source, of_target)
 
 
 def test_another_thread_reads_what_was_copied(copy):

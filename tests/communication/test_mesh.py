@@ -34,18 +34,18 @@ def test_the_documented_example():
         assert data == rank % 8
 
 
-@pytest.mark.parametrize("order", [*permutations(AXES), *permutations(ALL)])
-def test_any_order_is_undone(order):
-    replicas = 2 if "replica" in order else 1
-    grid = Grid((2, 3, 4), order, replicas)
-    ranks = range(24 * replicas)
-    places = [(grid.replica_of(rank), *grid.coordinates_of(rank)) for rank in ranks]
-    assert sorted(places) == list(product(range(replicas), range(2), range(3), range(4)))
-    assert dict(zip(ALL, places[1], strict=True))[order[-1]] == 1
-    for rank, (replica, *place) in enumerate(places):
-        assert grid.rank_of(*place, replica) == rank
-        for axis in ALL[replicas == 1 :]:
-            assert rank in grid.group_of(axis, rank)
+def test_any_order_is_undone():
+    for order in (*permutations(AXES), *permutations(ALL)):
+        replicas = 2 if "replica" in order else 1
+        grid = Grid((2, 3, 4), order, replicas)
+        ranks = range(24 * replicas)
+        places = [(grid.replica_of(rank), *grid.coordinates_of(rank)) for rank in ranks]
+        assert sorted(places) == list(product(range(replicas), range(2), range(3), range(4)))
+        assert dict(zip(ALL, places[1], strict=True))[order[-1]] == 1
+        for rank, (replica, *place) in enumerate(places):
+            assert grid.rank_of(*place, replica) == rank, order
+            for axis in ALL[replicas == 1 :]:
+                assert rank in grid.group_of(axis, rank), order
 
 
 @pytest.mark.parametrize("order", [AXES, ("pipeline", "data", "tensor"), ALL[::-1]])

@@ -269,9 +269,13 @@ def test_regions_know_their_arrays_until_the_last_is_gone():
     assert regions.count == 2, "numbers are not used again: ranks collect garbage at other times"
 
 
-@pytest.mark.parametrize("after", range(1, 40))
-def test_regions_may_be_found_garbage_meanwhile(after):
+def test_regions_may_be_found_garbage_meanwhile():
     """Whichever allocation of `locate` it is at which the collector comes."""
+    for after in range(1, 40):
+        look_while_garbage_is_collected(after)
+
+
+def look_while_garbage_is_collected(after):
     regions, kept, thresholds = Regions(), [], gc.get_threshold()
     gc.disable()
     try:
@@ -354,8 +358,12 @@ def test_who_shares():
     assert not results_are_shared([PRIVATE, PRIVATE], [0, 0])
 
 
-@pytest.mark.parametrize("count", range(1, 20))
-def test_sums_of_subtrees_are_sums_of_the_tree(count):
+def test_sums_of_subtrees_are_sums_of_the_tree():
+    for count in range(1, 20):
+        require_sums_of_the_tree(count)
+
+
+def require_sums_of_the_tree(count):
     generator = np.random.default_rng(count)
     arrays = [
         generator.standard_normal(50) * 10.0 ** generator.integers(-8, 8) for _ in range(count)

@@ -93,11 +93,11 @@ class Rank:
         return np.ones(self.model.parameter_count)
 
 
-def rows_of(rows, section, strategy):
-    """Condition, exception, message and call of a section's rows that are of the strategy."""
-    for row_section, condition, error, message, call, *only in rows:
-        if row_section == section and (not only or strategy in only[0]):
-            yield condition, error, message, call
+def rows_of(rows, strategy):
+    """Condition, exception, message and call of the rows that are of the strategy."""
+    for section, condition, error, message, call, *only in rows:
+        if not only or strategy in only[0]:
+            yield f"{section} {condition}", error, message, call
 
 
 @contextlib.contextmanager

@@ -273,12 +273,11 @@ WRAPPED = [
 # fmt: on
 
 
-@pytest.mark.parametrize("section", sorted({row[0] for row in WRAPPED}))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2)
-def test_mistakes_with_what_is_sharded(mistakes, backend, shared_path, strategy, section):
+def test_mistakes_with_what_is_sharded(mistakes, backend, shared_path, strategy):
     g = mistakes.Rank(backend, strategy, shared_path)
-    for condition, *row in mistakes.rows_of(WRAPPED, section, strategy):
+    for condition, *row in mistakes.rows_of(WRAPPED, strategy):
         with mistakes.named(condition):
             mistakes.refused_alone(g, *row)
             mistakes.goes_on(g)

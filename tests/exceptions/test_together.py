@@ -73,10 +73,9 @@ TOGETHER = [
 # fmt: on
 
 
-@pytest.mark.parametrize("section", sorted({row[0] for row in TOGETHER}))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2)
-def test_mistakes_that_ranks_see_together(mistakes, backend, shared_path, strategy, section):
+def test_mistakes_that_ranks_see_together(mistakes, backend, shared_path, strategy):
     if backend.rank == 0:
         (shared_path / "file").write_text("no checkpoint")
         (shared_path / "precious").mkdir()
@@ -86,7 +85,7 @@ def test_mistakes_that_ranks_see_together(mistakes, backend, shared_path, strate
         (shared_path / "torn" / "manifest.json").write_text("{")
     backend.barrier()
     g = mistakes.Rank(backend, strategy, shared_path)
-    for condition, *row in mistakes.rows_of(TOGETHER, section, strategy):
+    for condition, *row in mistakes.rows_of(TOGETHER, strategy):
         with mistakes.named(condition):
             mistakes.refused(g, *row)
             mistakes.goes_on(g)

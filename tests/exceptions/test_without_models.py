@@ -355,11 +355,10 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("section", sorted({row[0] for row in LOCAL}))
 @in_worlds(2)
-def test_mistakes_that_a_rank_sees_alone(mistakes, backend, shared_path, section):
+def test_mistakes_that_a_rank_sees_alone(mistakes, backend, shared_path):
     g = mistakes.Rank(backend, "fsdp", shared_path)
-    for condition, *row in mistakes.rows_of(LOCAL, section, g.strategy):
+    for condition, *row in mistakes.rows_of(LOCAL, g.strategy):
         with mistakes.named(condition):
             mistakes.refused_alone(g, *row)
             mistakes.goes_on(g)

@@ -242,22 +242,21 @@ BAD_BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "x", "y", "message"), BAD_BATCHES)
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "function"])
 @by_strategy
 @in_worlds(2)
 def test_bad_batches_are_refused_before_anything_is_sent(
-    backend: Any, problems: Any, kind: str, x: Any, y: Any, message: str, strategy: str
+    backend: Any, problems: Any, kind: str, strategy: str
 ) -> None:
     model, optimizer = problems.build(backend, kind, strategy)
     backend.barrier()
     backend.traffic.reset()
     sequence = backend._sequence
-    for call in (optimizer.step, model.compute_gradients, model.evaluate):
-        bound = (model,) if call == optimizer.step else ()
-        with pytest.raises((TypeError, ValueError), match=message):
-            call(*bound, x, y)
-    with pytest.raises((TypeError, ValueError), match=message):
-        model.train(x, y)
+    for x, y, message in [row[1:] for row in BAD_BATCHES if row[0] == kind]:
+        for call in (optimizer.step, model.compute_gradients, model.evaluate, model.train):
+            bound = (model,) if call == optimizer.step else ()
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(*bound, x, y)
     assert (backend._sequence, dict(backend.traffic.calls)) == (sequence, {})
     optimizer.step(model, *problems.local_batch(backend, kind, 0))  # nothing is the worse for it
 

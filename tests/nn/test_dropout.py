@@ -48,14 +48,14 @@ def test_sample_k_has_its_own_range_of_the_counter() -> None:
     np.testing.assert_array_equal(mask(CONTEXT), (words >= 0.3 * 2**32).reshape(SHAPE))
 
 
-@pytest.mark.parametrize("cut", range(10))
 @pytest.mark.parametrize("start", [0, 10**12])
-def test_a_cut_batch_has_the_masks_of_the_whole(cut: int, start: int) -> None:
+def test_a_cut_batch_has_the_masks_of_the_whole(start: int) -> None:
     def at(sample: int) -> Context:
         return Context(seed=3, sample_start=start + sample)
 
-    parts = [mask(at(0), shape=(cut, 5, 7)), mask(at(cut), shape=(9 - cut, 5, 7))]
-    np.testing.assert_array_equal(np.concatenate(parts), mask(at(0)))
+    for cut in range(10):
+        parts = [mask(at(0), shape=(cut, 5, 7)), mask(at(cut), shape=(9 - cut, 5, 7))]
+        np.testing.assert_array_equal(np.concatenate(parts), mask(at(0)))
 
 
 def test_several_chunks_are_one_stream() -> None:
