@@ -1,0 +1,158 @@
+"""The NCCL communicator of one group of ranks: its start, its stream, its end.
+
+NCCL's calls only put work on a CUDA stream, so each communicator has a stream of its own. The work
+waits there, by an event, for the rank's current stream, which has computed the arrays and may still
+use memory that CuPy gives out again. A second event tells that the work is done. Meanwhile the rank
+computes, and its other collectives go on.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.work import Steps
+from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.messages import Pending
+from mpishard.devices import Device, load_cupy
+from mpishard.errors import CommunicationError, DeviceUnavailableError
+
+_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
+_PLACE_BYTES = 256
+
+
+def load_nccl() -> ModuleType:
+    """Return ``cupy.cuda.nccl``.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        If CuPy or the NCCL library cannot be loaded.
+    """
+    nccl: ModuleType = load_cupy().cuda.nccl
+    if not nccl.available:
+        raise DeviceUnavailableError(
+            "NCCLCommunicationBackend needs NCCL, which CuPy cannot load. Fix: pip install "
+            "nvidia-nccl-cu12, or nvidia-nccl-cu13 for CuPy of CUDA 13"
+        )
+    return nccl
+
+
+class Communicator:
+    """The NCCL communicator of one group, made at its first use.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks. Their communicator of data carries the unique id.
+    world_ranks : sequence of int
+        Their numbers in the root world, for errors.
+    device : Device
+        This rank's GPU.
+    wait : callable
+        Returns a context in which this rank waits, at a place given as a string, with a time limit.
+    made : object, optional
+        The communicator that NCCL has split off another one for these ranks.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        world_ranks: Sequence[int],
+        device: Device,
+        wait: Callable[[str], AbstractContextManager[object]],
+        made: Any = None,
+    ) -> None:
+        self._group, self._world_ranks, self._device, self._wait = group, world_ranks, device, wait
+        self._made = made
+        self._cuda = load_cupy().cuda
+        self._stream: Any = None
+
+    def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
+        """Put work on the stream, and wait until it is done.
+
+        ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
+        until the work is done. Every rank of the group calls it in the same order.
+        """
+        if self._made is None:
+            yield from self._make()
+        with self._cuda.Device(self._device.index):
+            if self._stream is None:
+                self._stream = self._cuda.Stream(non_blocking=True)
+            ready = self._cuda.Event(disable_timing=True)
+            ready.record()
+            self._stream.wait_event(ready)
+            post(self._made, self._stream.ptr)
+            done = self._cuda.Event(disable_timing=True)
+            done.record(self._stream)
+        yield _Done(done, self._made, self._group.in_flight, *arrays)
+
+    def split(self, color: int | None, key: int) -> Any:
+        """Split it, after all its work is done; None if it was not made. Collective.
+
+        Ranks of one ``color`` go together, in the order of ``key``; None joins none.
+        """
+        if self._made is None:
+            return None
+        with self._cuda.Device(self._device.index):
+            if self._stream is not None:
+                self._stream.synchronize()  # NCCL splits a communicator only if it is idle
+            return self._made.commSplit(-1 if color is None else color, key)
+
+    def end(self, *, in_good_order: bool) -> None:
+        """End it. Work that is not done is waited for if ``in_good_order``, and else aborted."""
+        made, self._made, self._stream = self._made, None, None
+        if made is not None:
+            made.destroy() if in_good_order else made.abort()
+
+    def _make(self) -> Steps:
+        """Exchange the unique id and the ranks' GPUs, and enter NCCL."""
+        group, nccl = self._group, load_nccl()
+        gpu = self._cuda.Device(self._device.index).pci_bus_id
+        place = f"GPU {gpu} of {socket.gethostname()}".encode()[:_PLACE_BYTES]
+        row = np.zeros(_ID_BYTES + _PLACE_BYTES, np.uint8)
+        row[_ID_BYTES : _ID_BYTES + len(place)] = np.frombuffer(place, np.uint8)
+        if group.rank == 0:
+            row[:_ID_BYTES] = np.frombuffer(nccl.get_unique_id(), np.uint8)
+        rows = np.empty((group.world_size, row.size), np.uint8)
+        yield group.keep(group.data.Iallgather(row, rows), row, rows)
+        self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
+        unique = rows[0, :_ID_BYTES].tobytes()
+        # NCCL blocks here until all ranks have come, as all do that have passed the exchange.
+        with self._wait("for the other ranks to enter NCCL"), self._cuda.Device(self._device.index):
+            self._made = nccl.NcclCommunicator(group.world_size, unique, group.rank)
+
+    def _refuse_shared_gpus(self, places: Sequence[str]) -> None:
+        """Refuse ranks that have one GPU, on all ranks, because NCCL's error names none."""
+        for place in dict.fromkeys(places):
+            ranks = [
+                r for r, other in zip(self._world_ranks, places, strict=True) if other == place
+            ]
+            if len(ranks) > 1:
+                raise CommunicationError(
+                    f"{who(ranks)} have {place} in common, and NCCL needs a GPU for each rank: "
+                    "start at most as many ranks on a node as it has GPUs, and let each see its "
+                    "own (CUDA_VISIBLE_DEVICES); or use MPICommunicationBackend"
+                )
+
+
+class _Done(Pending):
+    """The event after the work of one call, whose arrays are kept until it has happened."""
+
+    __slots__ = ("_event", "_made")
+
+    def __init__(self, event: Any, made: Any, in_flight: set[Pending], *keep: object) -> None:
+        super().__init__([], in_flight, *keep)
+        self._event, self._made = event, made
+
+    def test(self) -> bool:
+        if not self._event.done:
+            self._made.check_async_error()  # raises if NCCL has failed, here or on another rank
+            return False
+        return super().test()
