@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import Pending
@@ -42,6 +43,13 @@ def load_nccl() -> ModuleType:
             "nvidia-nccl-cu12, or nvidia-nccl-cu13 for CuPy of CUDA 13"
         )
     return nccl
+
+
+def _machine() -> str:
+    """Return a name of this machine that no other one has."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()
 
 
 class Communicator:
@@ -73,6 +81,7 @@ class Communicator:
         self._made = made
         self._cuda = load_cupy().cuda
         self._stream: Any = None
+        self._is_over = False
 
     def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
         """Put work on the stream, and wait until it is done.
@@ -80,9 +89,11 @@ class Communicator:
         ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
         until the work is done. Every rank of the group calls it in the same order.
         """
+        self._require_whole()
         if self._made is None:
             yield from self._make()
-        with self._cuda.Device(self._device.index):
+        # NCCL connects two ranks when they first exchange data, and blocks until both are here.
+        with self._wait("for other ranks to enter NCCL"), self._cuda.Device(self._device.index):
             if self._stream is None:
                 self._stream = self._cuda.Stream(non_blocking=True)
             ready = self._cuda.Event(disable_timing=True)
@@ -91,7 +102,13 @@ class Communicator:
             post(self._made, self._stream.ptr)
             done = self._cuda.Event(disable_timing=True)
             done.record(self._stream)
-        yield _Done(done, self._made, self._group.in_flight, *arrays)
+        yield _Done(self, done, self._group.in_flight, *arrays)
+        self._require_whole()  # work that was aborted ends, too
+
+    def check(self) -> None:
+        """Raise if NCCL has failed, here or on another rank."""
+        if self._made is not None:
+            self._made.check_async_error()
 
     def split(self, color: int | None, key: int) -> Any:
         """Split it, after all its work is done; None if it was not made. Collective.
@@ -107,15 +124,19 @@ class Communicator:
 
     def end(self, *, in_good_order: bool) -> None:
         """End it. Work that is not done is waited for if ``in_good_order``, and else aborted."""
-        made, self._made, self._stream = self._made, None, None
+        made, self._made, self._stream, self._is_over = self._made, None, None, True
         if made is not None:
             made.destroy() if in_good_order else made.abort()
+
+    def _require_whole(self) -> None:
+        if self._is_over:
+            raise CommunicationError("NCCL was aborted, because this world or a rank has ended")
 
     def _make(self) -> Steps:
         """Exchange the unique id and the ranks' GPUs, and enter NCCL."""
         group, nccl = self._group, load_nccl()
         gpu = self._cuda.Device(self._device.index).pci_bus_id
-        place = f"GPU {gpu} of {socket.gethostname()}".encode()[:_PLACE_BYTES]
+        place = f"GPU {gpu}\n{_machine()}\n{socket.gethostname()}".encode()[:_PLACE_BYTES]
         row = np.zeros(_ID_BYTES + _PLACE_BYTES, np.uint8)
         row[_ID_BYTES : _ID_BYTES + len(place)] = np.frombuffer(place, np.uint8)
         if group.rank == 0:
@@ -125,34 +146,37 @@ class Communicator:
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
         unique = rows[0, :_ID_BYTES].tobytes()
         # NCCL blocks here until all ranks have come, as all do that have passed the exchange.
-        with self._wait("for the other ranks to enter NCCL"), self._cuda.Device(self._device.index):
+        with self._wait("for other ranks to enter NCCL"), self._cuda.Device(self._device.index):
             self._made = nccl.NcclCommunicator(group.world_size, unique, group.rank)
 
     def _refuse_shared_gpus(self, places: Sequence[str]) -> None:
         """Refuse ranks that have one GPU, on all ranks, because NCCL's error names none."""
-        for place in dict.fromkeys(places):
-            ranks = [
-                r for r, other in zip(self._world_ranks, places, strict=True) if other == place
-            ]
+        # A container may have a host name of its own.
+        gpus = grouped(range(len(places)), lambda rank: places[rank].rpartition("\n")[0])
+        for gpu, ranks in gpus.items():
             if len(ranks) > 1:
+                sharing = who([self._world_ranks[rank] for rank in ranks])
+                address, host = gpu.partition("\n")[0], places[ranks[0]].rpartition("\n")[2]
                 raise CommunicationError(
-                    f"{who(ranks)} have {place} in common, and NCCL needs a GPU for each rank: "
-                    "start at most as many ranks on a node as it has GPUs, and let each see its "
-                    "own (CUDA_VISIBLE_DEVICES); or use MPICommunicationBackend"
+                    f"{sharing} have {address} of {host} in common, and NCCL needs a GPU for each "
+                    "rank: start at most as many ranks on a node as it has GPUs, and let each see "
+                    "one (CUDA_VISIBLE_DEVICES) or all; or use MPICommunicationBackend"
                 )
 
 
 class _Done(Pending):
     """The event after the work of one call, whose arrays are kept until it has happened."""
 
-    __slots__ = ("_event", "_made")
+    __slots__ = ("_event", "_owner")
 
-    def __init__(self, event: Any, made: Any, in_flight: set[Pending], *keep: object) -> None:
+    def __init__(
+        self, owner: Communicator, event: Any, in_flight: set[Pending], *keep: object
+    ) -> None:
         super().__init__([], in_flight, *keep)
-        self._event, self._made = event, made
+        self._owner, self._event = owner, event
 
     def test(self) -> bool:
         if not self._event.done:
-            self._made.check_async_error()  # raises if NCCL has failed, here or on another rank
+            self._owner.check()
             return False
         return super().test()

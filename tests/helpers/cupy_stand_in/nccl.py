@@ -281,6 +281,7 @@ class Nccl:
             raise AssertionError(
                 "a race: NCCL's stream has not waited for this thread's stream since its last work"
             )
+        made.count(len(calls))
         number = stream.add(lambda: made.run([call[2:] for call in calls]))
         for call in calls:
             for address, nbytes, writes in made.ranges(*call[2:]):
@@ -384,6 +385,11 @@ class Communicator:
         if self._ended:
             raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: the communicator has ended")
 
+    def count(self, more: int) -> None:
+        """Count calls that have begun, or ended."""
+        with self._lock:
+            self._under_way += more
+
     def _add(
         self, stream: int, buffers: tuple[int, int], name: str, count: int, kind: int,
         operation: int | None, peer: int | None,
@@ -394,8 +400,6 @@ class Communicator:
         assert kind in self._nccl._kinds
         if peer is not None and not 0 <= peer < self._ranks:
             raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
-        with self._lock:
-            self._under_way += 1
         self._nccl.add(self, stream, buffers, name, count, kind, operation, peer)
 
     def ranges(
@@ -436,8 +440,7 @@ class Communicator:
             self._error = error
             threading.Event().wait()  # as NCCL does, for ever
         finally:
-            with self._lock:
-                self._under_way -= len(calls)
+            self.count(-len(calls))
 
     def _receive(self, buffer: int, count: int, kind: int, peer: int) -> None:
         self._taken[peer] += 1
