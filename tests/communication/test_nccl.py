@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import time
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import pytest
 from cupy_stand_in import installed
 from numpy.lib.array_utils import byte_bounds
 
+import mpishard as ms
 from mpishard.arrays import copy_into
 from mpishard.communication import (
     NCCLCommunicationBackend,
@@ -363,7 +365,7 @@ def test_calls_that_do_not_match_are_refused_where_nccl_would_hang(world, cupy):
     (waitable,) = world._communicator.run(lambda *a: post_broadcast(ones, *a))
     with pytest.raises(AssertionError, match=r"calls that do not match: .*broadcast"):
         at_once(iter([waitable]))
-    world._end_communicators(in_good_order=False)
+    world._communicator.end(in_good_order=False)
 
 
 # -------------------------------------------------------------------------------------- the end
@@ -382,3 +384,46 @@ def test_the_end_of_a_job_aborts_nccl_before_mpi(world, cupy):
     assert names(cupy)[-1] == "abort"
     with pytest.raises(CommunicationError, match="NCCL was aborted"):
         work.wait()
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def test_init_makes_it_and_returns_it_again(backend, cupy, monkeypatch):
+    monkeypatch.setattr(sys.modules["mpishard.communication.init"], "_process_backend", None)
+    with ms.init("nccl") as world:
+        assert type(world) is NCCLCommunicationBackend
+        assert ms.init() is ms.init("nccl") is world
+        with pytest.raises(CommunicationError, match=r"init\('mpi'\): this process has NCCL"):
+            ms.init("mpi")
+    assert ms.launch(lambda made: made.reductions, backend="nccl") == "exact"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_models_train_to_the_same_bits_as_by_mpi(backend, world, cupy, by_nccl, strategy):
+    x = np.random.default_rng(backend.rank).standard_normal((8, 64))
+    trained = []
+    for made in (backend, world):
+        model = ms.nn.MLP([64, 31, 64], seed=0, device="cuda")
+        model = ms.as_distributed(model, made, strategy)
+        optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-3), made, strategy)
+        losses = [optimizer.step(model, x, x) for _ in range(3)]
+        trained.append((losses, model.gather_full_parameters().get().tobytes()))
+    assert trained[0] == trained[1]
+    assert backend.world_size == 1 or "send" in names(cupy)
+
+
+def test_checkpoints_record_fast_sums_and_gradient_leaves_refuse_them(backend, cupy, shared_path):
+    with NCCLCommunicationBackend(backend._comm, reductions="fast") as world:
+        model = ms.as_distributed(ms.nn.MLP([4, 4], seed=0, device="cuda"), world, "fsdp")
+        ms.checkpoint.save(shared_path / "fast", model)
+        world.barrier()
+        assert ms.checkpoint.check(shared_path / "fast").metadata["model"]["reductions"] == "fast"
+        ms.checkpoint.load(shared_path / "fast", model)
+        config = ms.ShardingConfiguration(world, gradient_leaves=8)
+        with pytest.raises(ValueError, match=r"gradient_leaves=8 .* and reductions='fast' would"):
+            ms.as_distributed(ms.nn.MLP([4, 4], seed=0, device="cuda"), config, "fsdp")
+    model = ms.as_distributed(ms.nn.MLP([4, 4], seed=0, device="cuda"), backend, "fsdp")
+    ms.checkpoint.save(shared_path / "exact", model)
+    backend.barrier()
+    assert "reductions" not in ms.checkpoint.check(shared_path / "exact").metadata["model"]

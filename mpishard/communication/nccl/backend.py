@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Self, get_args
 
 from mpishard.arrays import Array, is_device_array
@@ -73,7 +74,8 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
     def _on_initialize(self) -> None:
         super()._on_initialize()
         if self._is_root:
-            self._joined_job().ending.stop = lambda: self._end_communicators(in_good_order=False)
+            made = self._communicators  # not self, which the job must not keep
+            self._joined_job().ending.stop = partial(_end, made, in_good_order=False)
             if self.reductions == "fast" and self._rank == 0:
                 _log.warning(
                     "reductions='fast': NCCL adds up arrays on GPUs in an order of its own, so "
@@ -106,15 +108,11 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         # the memory of one that has left it.
         super()._on_shutdown()
         if self._is_root:
-            self._end_communicators(in_good_order=self._session.broken is None)
-
-    def _end_communicators(self, *, in_good_order: bool) -> None:
-        while self._communicators:
-            self._communicators.pop().end(in_good_order=in_good_order)
+            _end(self._communicators, in_good_order=self._session.broken is None)
 
     def _shrink(self) -> Self:
         self._require_survival("shrink()")
-        self._end_communicators(in_good_order=False)  # they wait for the ranks that are lost
+        _end(self._communicators, in_good_order=False)  # they wait for the ranks that are lost
         return super()._shrink()
 
     def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
@@ -154,3 +152,9 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
                 # A number that only ranks of this group have.
                 child._split_off = self._communicator.split(min(child.world_ranks), child.rank)
         return child
+
+
+def _end(communicators: list[Communicator], *, in_good_order: bool) -> None:
+    """End communicators, those of groups first."""
+    while communicators:
+        communicators.pop().end(in_good_order=in_good_order)
