@@ -20,7 +20,7 @@ from mpishard.communication import (
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.mpi.node_memory import at_once
 from mpishard.communication.nccl import channel, collectives
-from mpishard.devices import load_cupy
+from mpishard.devices import Device, load_cupy
 from mpishard.errors import (
     CollectiveMismatchError,
     CommunicationError,
@@ -83,6 +83,10 @@ def near(arrays):
 class OnGPU(NCCLCommunicationBackend):
     """Gives the arrays of each collective to NCCL as arrays on a GPU, and brings results back."""
 
+    def __init__(self, comm, **options):
+        super().__init__(comm, **options)
+        self._device = Device("cuda", self.rank)  # by number in the world, also on simulated nodes
+
     def _through_gpu(self, name, call, given, *arguments):
         arrays = dict(near([*(given if isinstance(given, list) else [given]), *arguments]))
 
@@ -127,6 +131,19 @@ def test_conformance(backend, cupy, by_nccl, name):
     assert names(cupy).count("destroy") == names(cupy).count("init") + sum(
         call[0] == "commSplit" and call[1] >= 0 for call in cupy.cuda.nccl.calls
     )
+
+
+@pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "auto")])
+def test_conformance_without_memory_that_all_ranks_share(
+    backend, cupy, by_nccl, nodes, arena, monkeypatch
+):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    checks = CommunicationConformance([np.dtype(np.float32)])
+    with OnGPU(backend._comm) as world:
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
+                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+            getattr(checks, f"check_{name}")(world)
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "twins", "split"])
