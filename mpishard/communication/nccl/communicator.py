@@ -3,12 +3,13 @@
 NCCL's calls only put work on a CUDA stream, so each communicator has a stream of its own. The work
 waits there, by an event, for the rank's current stream, which has computed the arrays and may still
 use memory that CuPy gives out again. A second event tells that the work is done. Meanwhile the rank
-computes, and its other collectives go on.
+computes, and its other collectives go on. Only the start blocks, on a thread of its own.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from mpishard import settings
+from mpishard.arrays import address
 from mpishard.communication.contract.matching import grouped, who
-from mpishard.communication.contract.work import Steps
+from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import Pending
 from mpishard.devices import Device, load_cupy
@@ -53,7 +56,7 @@ def _machine() -> str:
 
 
 class Communicator:
-    """The NCCL communicator of one group, made at its first use.
+    """The NCCL communicator of one group, which begins at its first use.
 
     Parameters
     ----------
@@ -81,7 +84,7 @@ class Communicator:
         self._made = made
         self._cuda = load_cupy().cuda
         self._stream: Any = None
-        self._is_over = False
+        self._is_connected = self._is_over = False
 
     def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
         """Put work on the stream, and wait until it is done.
@@ -90,20 +93,21 @@ class Communicator:
         until the work is done. Every rank of the group calls it in the same order.
         """
         self._require_whole()
-        if self._made is None:
-            yield from self._make()
-        # NCCL connects two ranks when they first exchange data, and blocks until both are here.
-        with self._wait("for other ranks to enter NCCL"), self._cuda.Device(self._device.index):
-            if self._stream is None:
-                self._stream = self._cuda.Stream(non_blocking=True)
-            ready = self._cuda.Event(disable_timing=True)
-            ready.record()
-            self._stream.wait_event(ready)
-            post(self._made, self._stream.ptr)
-            done = self._cuda.Event(disable_timing=True)
-            done.record(self._stream)
+        if not self._is_connected:
+            yield from self._begin()
+        with self._wait("in NCCL for other ranks"), self._cuda.Device(self._device.index):
+            done = self._put(self._made, post)
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
+
+    def _put(self, made: Any, post: Callable[[Any, int], None]) -> Any:
+        """Put work on the stream, after that of the current stream; return the event of its end."""
+        ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
+        ready.record()
+        self._stream.wait_event(ready)
+        post(made, self._stream.ptr)
+        done.record(self._stream)
+        return done
 
     def check(self) -> None:
         """Raise if NCCL has failed, here or on another rank."""
@@ -132,22 +136,55 @@ class Communicator:
         if self._is_over:
             raise CommunicationError("NCCL was aborted, because this world or a rank has ended")
 
-    def _make(self) -> Steps:
-        """Exchange the unique id and the ranks' GPUs, and enter NCCL."""
-        group, nccl = self._group, load_nccl()
+    # ---------------------------------------------------------------------------------- the start
+
+    def _begin(self) -> Steps:
+        """Enter NCCL with the ranks of the group, and connect to each of them."""
+        make: Callable[[], Any] = lambda: self._made  # noqa: E731 - was split off another one
+        if self._made is None:
+            unique = yield from self._exchange_id()
+            group = self._group
+            make = lambda: load_nccl().NcclCommunicator(  # noqa: E731
+                group.world_size, unique, group.rank
+            )
+        entry = _Entry(lambda: self._enter(make))
+        yield entry
+        self._made, self._is_connected = entry.made, True
+
+    def _exchange_id(self) -> Steps:
+        """Return the unique id, after an exchange of it and of the ranks' GPUs."""
+        group = self._group
         gpu = self._cuda.Device(self._device.index).pci_bus_id
         place = f"GPU {gpu}\n{_machine()}\n{socket.gethostname()}".encode()[:_PLACE_BYTES]
         row = np.zeros(_ID_BYTES + _PLACE_BYTES, np.uint8)
         row[_ID_BYTES : _ID_BYTES + len(place)] = np.frombuffer(place, np.uint8)
         if group.rank == 0:
-            row[:_ID_BYTES] = np.frombuffer(nccl.get_unique_id(), np.uint8)
+            row[:_ID_BYTES] = np.frombuffer(load_nccl().get_unique_id(), np.uint8)
         rows = np.empty((group.world_size, row.size), np.uint8)
         yield group.keep(group.data.Iallgather(row, rows), row, rows)
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
-        unique = rows[0, :_ID_BYTES].tobytes()
-        # NCCL blocks here until all ranks have come, as all do that have passed the exchange.
-        with self._wait("for other ranks to enter NCCL"), self._cuda.Device(self._device.index):
-            self._made = nccl.NcclCommunicator(group.world_size, unique, group.rank)
+        return rows[0, :_ID_BYTES].tobytes()
+
+    def _enter(self, make: Callable[[], Any]) -> Any:
+        """Make the communicator, and exchange a byte with each rank."""
+        # By default NCCL connects ranks at the first use of each of its algorithms. That use blocks
+        # until the other ranks come to it, which may wait for this one in another world.
+        settings.write_default("NCCL_RUNTIME_CONNECT", "0")
+        nccl, cupy, ranks = load_nccl(), load_cupy(), range(self._group.world_size)
+
+        def post(made: Any, stream: int) -> None:
+            nccl.groupStart()
+            for rank in ranks:
+                made.send(address(sent) + rank, 1, nccl.NCCL_UINT8, rank, stream)
+                made.recv(address(received) + rank, 1, nccl.NCCL_UINT8, rank, stream)
+            nccl.groupEnd()
+
+        with self._cuda.Device(self._device.index):
+            made = make()
+            self._stream = self._cuda.Stream(non_blocking=True)
+            sent, received = cupy.zeros(len(ranks), np.uint8), cupy.empty(len(ranks), np.uint8)
+            self._put(made, post).synchronize()
+        return made
 
     def _refuse_shared_gpus(self, places: Sequence[str]) -> None:
         """Refuse ranks that have one GPU, on all ranks, because NCCL's error names none."""
@@ -162,6 +199,36 @@ class Communicator:
                     "rank: start at most as many ranks on a node as it has GPUs, and let each see "
                     "one (CUDA_VISIBLE_DEVICES) or all; or use MPICommunicationBackend"
                 )
+
+
+class _Entry(Waitable):
+    """The entry into NCCL, on a thread of its own, because it blocks until all ranks have come.
+
+    A rank that blocked itself would let others wait in its other worlds, where they may block, too.
+    """
+
+    __slots__ = ("_enter", "_error", "_thread", "made")
+
+    def __init__(self, enter: Callable[[], Any]) -> None:
+        self.made: Any = None
+        """The communicator."""
+        self._enter = enter
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mpishard-nccl", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.made = self._enter()
+        except BaseException as error:  # noqa: BLE001 - raised by `test`
+            self._error = error
+
+    def test(self) -> bool:
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 class _Done(Pending):

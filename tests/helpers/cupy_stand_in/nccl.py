@@ -7,6 +7,7 @@ caller who does not wait gets wrong values. It also refuses
 * a call before which its stream has not waited for the caller's stream, by an event;
 * the use of an array for which NCCL may still be at work;
 * calls of ranks that do not match in kind, number, dtype, operation or root, where NCCL would hang;
+* ranks that block in different communicators: NCCL blocks in the first call between two ranks;
 * a split of a communicator that is not idle, and two ranks on one GPU.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
+import os
 import pickle
 import queue
 import shutil
@@ -282,6 +284,7 @@ class Nccl:
                 "a race: NCCL's stream has not waited for this thread's stream since its last work"
             )
         made.count(len(calls))
+        made.connect([call[3:] for call in calls])
         number = stream.add(lambda: made.run([call[2:] for call in calls]))
         for call in calls:
             for address, nbytes, writes in made.ranges(*call[2:]):
@@ -301,6 +304,7 @@ class Communicator:
         self._taken: Counter[int] = Counter()
         self._done = itertools.count()
         self._splits = itertools.count()
+        self._connected: set[int] = set()
         self._under_way = 0
         self._lock = threading.Lock()
         place = socket.gethostname(), self.device
@@ -384,6 +388,19 @@ class Communicator:
         """Refuse a call after the end."""
         if self._ended:
             raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: the communicator has ended")
+
+    def connect(self, calls: list[_Call]) -> None:
+        """Block until the other ranks of the first calls are here, too."""
+        peers = {call[4] for call in calls if call[0] in ("send", "recv")}
+        is_lazy = os.environ.get("NCCL_RUNTIME_CONNECT", "1") != "0"
+        if is_lazy and any(call[0] not in ("send", "recv") for call in calls):
+            peers |= set(range(self._ranks))
+        new = peers - self._connected - {self._rank}
+        self._connected |= new
+        for peer in new:
+            self._mail.post(f"connect.{self._rank}.{peer}", None)
+        for peer in new:
+            self._mail.take(f"connect.{peer}.{self._rank}")
 
     def count(self, more: int) -> None:
         """Count calls that have begun, or ended."""
