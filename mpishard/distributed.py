@@ -419,8 +419,9 @@ def launch(
     ----------
     main : callable
         The program of each rank, called as ``main(backend, *args)``.
-    backend : {"auto", "mpi", "memory"}
-        "auto" is MPI if a launcher started the process, and threads otherwise.
+    backend : {"auto", "mpi", "nccl", "memory"}
+        "auto" is MPI if a launcher started the process, and threads otherwise. "nccl" is MPI with
+        `NCCLCommunicationBackend`, for ranks with a GPU each.
     world_size : int, optional
         Number of thread-ranks, default 1. A launcher's number of ranks overrides it. They wait
         for each other for 30 seconds, or as long as MPISHARD_TIMEOUT says.
@@ -460,8 +461,8 @@ def launch(
     check_on_failure(on_failure)
     if world_size is not None:
         as_count("world_size", world_size)
-    if backend == "mpi" or (backend == "auto" and is_launched()):
-        own = init("mpi", on_failure=on_failure)
+    if backend in ("mpi", "nccl") or (backend == "auto" and is_launched()):
+        own = init("nccl" if backend == "nccl" else "mpi", on_failure=on_failure)
         return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]
     refuse_worlds_of_one()
     timeout = settings.thread_timeout()

@@ -413,7 +413,7 @@ class Deal:
 
     def has_turn(self, item) -> bool:
         """Whether this world runs a test that is for MPI alone: 3 and 4 ranks take turns."""
-        if self.rows_of_mpi[_function(item)] < 2 or self.world_size == 2 or _is_full:
+        if self.rows_of_mpi[_function(item)] < 2 or self.world_size < 3 or _is_full:
             return True
         number = self.rows[_function(item)]
         self.rows[_function(item)] += 1

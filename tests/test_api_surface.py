@@ -202,6 +202,8 @@ CLASSES = [
      f"{BACKEND} clear_environment(environment_id)"),
     (ms.MPICommunicationBackend,
      "MPICommunicationBackend(comm=None, *, on_failure='abort')", BACKEND),
+    (ms.NCCLCommunicationBackend,
+     "NCCLCommunicationBackend(comm=None, *, reductions='exact', on_failure='abort')", BACKEND),
     (ms.CommunicationManager, "",
      ("is_initialized initialize(backend) shutdown() get_rank() get_world_size() barrier() "
      "all_reduce(array, operation=SUM) all_gather(array) broadcast(array, root=0) "

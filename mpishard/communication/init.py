@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import threadpoolctl
 
@@ -17,10 +17,14 @@ from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.failure.watchdog import preemption_notice
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
+from mpishard.communication.nccl.backend import NCCLCommunicationBackend
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import current_backend
 from mpishard.communication.tracing.recorder import record_if_asked
 from mpishard.errors import CommunicationError
+
+BackendName = Literal["auto", "mpi", "nccl", "memory"]
+"""The backends of `init`."""
 
 _logger = logging.getLogger("mpishard")
 
@@ -35,13 +39,11 @@ if settings.launcher_variable() is not None and not is_helper():
 
 def check_backend_name(backend: Any) -> None:
     """Refuse a value that is not the name of a backend of `init`, with `ValueError`."""
-    if not isinstance(backend, str) or backend not in ("auto", "mpi", "memory"):
-        raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
+    if not isinstance(backend, str) or backend not in get_args(BackendName):
+        raise ValueError(f"backend must be 'auto', 'mpi', 'nccl' or 'memory', got {backend!r}")
 
 
-def init(
-    backend: Literal["auto", "mpi", "memory"] = "auto", *, on_failure: OnFailure = "abort"
-) -> CommunicationBackend:
+def init(backend: BackendName = "auto", *, on_failure: OnFailure = "abort") -> CommunicationBackend:
     """Return the initialised backend of this process, the same one every time.
 
     Under MPI the call is collective and prepares the process. An uncaught exception then ends the
@@ -50,10 +52,10 @@ def init(
 
     Parameters
     ----------
-    backend : {"auto", "mpi", "memory"}
+    backend : {"auto", "mpi", "nccl", "memory"}
         ``auto`` is MPI if a launcher (mpiexec, mpirun, srun) started this process, and one rank
-        in memory otherwise. Inside `run_in_threads`, ``auto`` and ``memory`` are the thread's own
-        backend.
+        in memory otherwise. ``nccl`` is MPI with `NCCLCommunicationBackend`, for ranks with a GPU
+        each. Inside `run_in_threads`, ``auto`` and ``memory`` are the thread's own backend.
     on_failure : {"abort", "shrink"}
         The fate of the other ranks of an MPI job if one is killed or raises an exception that
         nobody catches. With "abort" the job ends. With "shrink" the others raise `PeerError`, and
@@ -84,12 +86,13 @@ def init(
     check_on_failure(on_failure)
     settings.check()  # before MPI starts, because the others would wait for a rank that fails later
     threads = current_backend.get()
-    if threads is not None and threads._newest.is_initialized and backend != "mpi":
+    if threads is not None and threads._newest.is_initialized and backend not in ("mpi", "nccl"):
         return threads._newest
     present = None if _process_backend is None else _process_backend._newest
     if present is not None and present.is_initialized:
-        sort = "mpi" if isinstance(present, MPICommunicationBackend) else "memory"
-        if backend not in ("auto", sort):
+        is_mpi = isinstance(present, MPICommunicationBackend)
+        is_nccl = isinstance(present, NCCLCommunicationBackend)
+        if backend not in ("auto", "nccl" if is_nccl else "mpi" if is_mpi else "memory"):
             raise CommunicationError(
                 f"init({backend!r}): this process has {present.describe()} already"
             )
@@ -99,14 +102,15 @@ def init(
     made: CommunicationBackend
     if isinstance(present, MPICommunicationBackend) and present.was_interrupted:
         made = present  # entered again, because the other ranks are in this world
-    elif backend == "mpi" or (backend == "auto" and is_launched()):
+    elif backend in ("mpi", "nccl") or (backend == "auto" and is_launched()):
         comm = None
         if settings.launcher_variable() is None:
             # A launcher may set no variable that we know. A started MPI then knows the world size.
             if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
                 raise not_launched_error()
             comm = load_mpi().COMM_WORLD
-        made = MPICommunicationBackend(comm, on_failure=on_failure)
+        kind = NCCLCommunicationBackend if backend == "nccl" else MPICommunicationBackend
+        made = kind(comm, on_failure=on_failure)
     else:
         refuse_worlds_of_one()
         made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")

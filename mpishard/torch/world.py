@@ -6,14 +6,14 @@ import builtins
 import logging
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mpishard.communication import CommunicationBackend
 from mpishard.communication import init as init_backend
 from mpishard.communication.contract.status import look_behind
-from mpishard.communication.init import blas_threads
+from mpishard.communication.init import BackendName, blas_threads
 from mpishard.errors import NotInitializedError
 
 _log = logging.getLogger("mpishard")
@@ -22,7 +22,7 @@ _log = logging.getLogger("mpishard")
 _world: ContextVar[CommunicationBackend | None] = ContextVar("torch_world", default=None)
 
 
-def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:
+def init(backend: BackendName = "auto") -> CommunicationBackend:
     """Return the initialised backend of this process, and set the number of PyTorch's threads.
 
     The backend is that of `mpishard.init`; ``torch.distributed`` is not used. Under MPI PyTorch
@@ -31,7 +31,7 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
 
     Parameters
     ----------
-    backend : {"auto", "mpi", "memory"}
+    backend : {"auto", "mpi", "nccl", "memory"}
         Kind of the backend: see `mpishard.init`.
 
     Returns

@@ -218,7 +218,7 @@ def test_another_word_is_refused(call):
 @pytest.mark.parametrize("word", ["nccl", 5, None, np.ones(2)])
 def test_another_backend_is_refused(word):
     for call in (lambda: ms.init(word), lambda: ms.launch(print, backend=word)):
-        with pytest.raises(ValueError, match="backend must be 'auto', 'mpi' or 'memory', got "):
+        with pytest.raises(ValueError, match="must be 'auto', 'mpi', 'nccl' or 'memory', got "):
             call()
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from mpishard.communication.contract.backoff import RunningClock
 from mpishard.communication.failure import abort as ending_module
-from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, TimeLimit
+from mpishard.communication.failure.abort import (
+    COLLECTIVE_LIMIT,
+    EXIT_LIMIT,
+    Ending,
+    TimeLimit,
+)
 from mpishard.communication.failure.report import short_traceback
 from mpishard.communication.failure.watchdog import SignalPipe, Watchdog
 
@@ -430,6 +435,20 @@ def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, mon
         Ending(0, 2).interrupt("here")
     assert ended[-1] == ("process", 130)
     assert (("job", 130) in ended) == (fails != "_abort")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_on_a_gpu_is_stopped_before_the_job_ends(ended, fails):
+    def stop():
+        ended.append("stopped")
+        if fails:
+            raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT")
+
+    ending = Ending(0, 2)
+    ending.stop = stop
+    with pytest.raises(ProcessEnded):
+        ending.give_up(300.0, "in collective 7", COLLECTIVE_LIMIT)
+    assert ended == ["stopped", ("job", 124), ("process", 124)]
 
 
 def test_an_exception_without_a_text_is_reported(ended, capfd):

@@ -111,7 +111,7 @@ LOCAL = [
      lambda g: ms.launch(print, world_size=0)),
     ("A", "launch: unknown backend", ValueError, "got 'gloo'",
      lambda g: ms.launch(print, backend="gloo")),
-    ("A", "init: unknown backend", ValueError, "'auto', 'mpi' or 'memory', got 'gloo'",
+    ("A", "init: unknown backend", ValueError, "'mpi', 'nccl' or 'memory', got 'gloo'",
      lambda g: ms.init("gloo")),
     ("A", "run_in_threads: no ranks", ValueError, "world_size must be 1 or more, got 0",
      lambda g: ms.run_in_threads(0, print)),

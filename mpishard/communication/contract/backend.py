@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -119,6 +119,11 @@ class CommunicationBackend(ITransport):
         backend. All other collectives keep their header, which carries lengths or the data itself,
         and its checks. Set it alike on all ranks. In memory and in a world of one it saves
         nothing.
+        """
+        self.reductions: Literal["exact", "fast"] = "exact"
+        """Whether sums have the one order, or on GPUs that of a faster library.
+
+        Only `NCCLCommunicationBackend` offers the latter.
         """
         self.label = ""
         """The name of this world in messages; empty for a root world."""

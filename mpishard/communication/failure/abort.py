@@ -111,6 +111,8 @@ class Ending:
         """Whether an exception ends this process alone, without the others."""
         self.overlooked: Callable[[int], bool] = lambda dead: True
         """Whether MPI does not report a dead rank to the others, so that this process must."""
+        self.stop: Callable[[], None] = lambda: None
+        """Stops work on a GPU that waits for other ranks, before MPI ends the job."""
         self._close = close
 
     @property
@@ -243,6 +245,8 @@ class Ending:
         try:
             self._report(report, code, is_own=is_own, is_said=is_own and is_alone)
         finally:
+            with suppress(Exception):  # the job ends anyway
+                self.stop()
             try:
                 if not is_alone or self._is_last():
                     _abort(code)

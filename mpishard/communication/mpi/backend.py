@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -59,18 +58,19 @@ _cut_off: list[object] = []
 """Tracebacks of exceptions that cut off a collective, kept for the arrays that MPI may use."""
 
 
-def _through(collective: Callable[..., Steps]) -> Callable[..., Steps]:
-    """Return the ``_steps_`` method of ``collective``, which takes arrays on the host or a GPU."""
+def _through(name: str) -> Callable[..., Steps]:
+    """Return the ``_steps_`` method of the collective, which takes arrays on the host or a GPU."""
 
     def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
+        collective: Callable[..., Steps] = getattr(self._collectives, name)
         if type(given) is np.ndarray or given is None:
-            return collective(self._collectives, call, given, *arguments)
+            return collective(call, given, *arguments)
         array = given[0] if isinstance(given, list | tuple) else given
-        if not (is_device_array(array) and needs_staging(call, array)):
-            return collective(self._collectives, call, given, *arguments)
+        if not (is_device_array(array) and self._needs_staging(call, array)):
+            return collective(call, given, *arguments)
         if self._gpu is None:
             self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
-        return self._gpu.run(partial(collective, self._collectives), call, given, *arguments)
+        return self._gpu.run(collective, call, given, *arguments)
 
     return steps
 
@@ -170,7 +170,7 @@ class MPICommunicationBackend(CommunicationBackend):
                     self._job = None
         group = self._group
         assert group is not None
-        self._collectives = Collectives(self, group)
+        self._collectives = self._make_collectives(group)
         job.session = self._session
         job.join(group, self)
         _worlds.add(self)
@@ -178,6 +178,17 @@ class MPICommunicationBackend(CommunicationBackend):
             self._session.status = job.statuses.page
             self.status.note_shared_memory(library_files())
             hooks.install(self)
+
+    def _make_collectives(self, group: Group) -> Collectives:
+        return Collectives(self, group)
+
+    def _needs_staging(self, call: Call, array: Array) -> bool:
+        """Return whether the GPU array ``array`` travels through host memory for ``call``."""
+        return needs_staging(call, array)
+
+    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+        """Return a backend of this kind for the ranks of ``comm``."""
+        return type(self)(comm, on_failure=on_failure)
 
     def _enter(self, *, is_new: bool) -> None:
         """The collective part of `initialize`."""
@@ -365,13 +376,13 @@ class MPICommunicationBackend(CommunicationBackend):
 
     # -------------------------------------------------------------------------------- collectives
 
-    _steps_all_reduce = _through(Collectives.all_reduce)
-    _steps_reduce_scatter = _through(Collectives.reduce_scatter)
-    _steps_all_gather = _through(Collectives.all_gather)
-    _steps_broadcast = _through(Collectives.broadcast)
-    _steps_scatter = _through(Collectives.scatter)
-    _steps_gather = _through(Collectives.gather)
-    _steps_all_to_all = _through(Collectives.all_to_all)
+    _steps_all_reduce = _through("all_reduce")
+    _steps_reduce_scatter = _through("reduce_scatter")
+    _steps_all_gather = _through("all_gather")
+    _steps_broadcast = _through("broadcast")
+    _steps_scatter = _through("scatter")
+    _steps_gather = _through("gather")
+    _steps_all_to_all = _through("all_to_all")
 
     def _steps_barrier(self, call: Call) -> Steps:
         yield from self._collectives.open(call)  # complete when every rank has sent its header
@@ -399,7 +410,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 return None
             data, request = comm.Idup()
         yield group.keep(request, comm, data)
-        child = MPICommunicationBackend(comm)
+        child = self._alike(comm)
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
@@ -463,7 +474,7 @@ class MPICommunicationBackend(CommunicationBackend):
         made: list[Self] = []
 
         def build(comm: Any) -> None:
-            world = type(self)(comm, on_failure="shrink")
+            world = self._alike(comm, "shrink")
             made.append(world)
             # Ranks have other numbers now, and would replace the traces of the old world.
             world._may_record = False

@@ -136,8 +136,12 @@ class Collectives:
         if headers.all_inline or not (whole or self._regions.count or self._by_pointer):
             return headers, None, self._group.channel, False
         any_shared, any_on_device, all_dealt = headers.flags()
-        channel = self._group.messages if any_on_device else self._group.channel
+        channel = self._device_channel(headers) if any_on_device else self._group.channel
         return headers, headers.places() if any_shared else None, channel, all_dealt
+
+    def _device_channel(self, headers: Headers) -> Channel:
+        """Return the channel of data of which some are on a GPU, according to all ``headers``."""
+        return self._group.messages
 
     def _reduce_inline(
         self,
@@ -295,7 +299,7 @@ class Collectives:
                 # After this fence the pieces of all ranks are complete and may be read.
                 yield self._group.exchange.fence()
                 return out
-            channel = self._group.messages if any_on_device else self._group.channel
+            channel = self._device_channel(headers) if any_on_device else self._group.channel
             step = channel.bytes_all // array.itemsize
             for low in range(0, max(sizes), step):
                 yield from channel.spread([piece[low : low + step] for piece in pieces])

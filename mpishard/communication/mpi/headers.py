@@ -103,6 +103,11 @@ class Headers:
         call = self.calls[rank]
         return np.frombuffer(self._rows[rank], call.dtype, call.size, HEADER_BYTES)
 
+    def on_device(self, rank: int) -> bool:
+        """Return whether ``rank`` has an array on a GPU that did not come with its header."""
+        flags = self._rows[rank][HEADER_BYTES] if self.calls[rank].nbytes > INLINE_BYTES else 0
+        return bool(flags & _ON_DEVICE)
+
     def flags(self) -> tuple[bool, bool, bool]:
         """Return whether any array is shared, any is on a GPU, and all are in the channel already.
 

@@ -71,12 +71,15 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
     ------
     ValueError
         If ``gradient_leaves`` is on, and the data axis is not the only one, the world is none of
-        `reproducing_worlds`, each rank or replica updates alone, or gradients are compressed.
+        `reproducing_worlds`, each rank or replica updates alone, gradients are compressed, or NCCL
+        adds them in an order of its own.
     """
     leaves = config.gradient_leaves
     if leaves is None:
         return
     name = f"gradient_leaves={leaves}"
+    if config.communication_backend.reductions == "fast":
+        refuse_with_leaves(leaves, "reductions='fast'", "choose reductions='exact'")
     if config.replica_size is not None:
         refuse_with_leaves(leaves, f"replica_size={config.replica_size}")
     if model_size > 1:

@@ -106,6 +106,8 @@ class ModelFiles:
         leaves = self.engine.leaves
         if leaves is not None:
             origin[NUMERICS] = leaves.numerics()
+        if self.engine.world.reductions != "exact":
+            origin["reductions"] = self.engine.world.reductions
         choices = self._choices()
         if choices:
             origin["choices"] = choices

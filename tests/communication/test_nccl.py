@@ -1,0 +1,446 @@
+"""`NCCLCommunicationBackend` on the stand-in for CuPy, whose NCCL is late and refuses mistakes."""
+
+import logging
+import re
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cupy_stand_in import installed
+from numpy.lib.array_utils import byte_bounds
+
+import mpishard as ms
+from mpishard.arrays import copy_into
+from mpishard.communication import (
+    NCCLCommunicationBackend,
+    ReductionOperation,
+)
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.mpi.node_memory import at_once
+from mpishard.communication.nccl import channel, collectives
+from mpishard.devices import Device, load_cupy
+from mpishard.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    DeviceUnavailableError,
+)
+from mpishard.testing.communication import CommunicationConformance
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, values
+
+pytestmark = pytest.mark.mpi
+
+ON_GPUS = tuple(dtype for dtype in DTYPES if dtype != ml_dtypes.bfloat16)
+SAMPLE = tuple(d for d in ON_GPUS if d.name in ("bool", "float16", "float64", "complex64"))
+LARGE = 20_001  # elements; more than 64 KiB of any dtype of 4 bytes or more
+
+
+@pytest.fixture
+def cupy(backend):
+    with installed(device_count=backend.world_size) as module:
+        yield module
+
+
+@pytest.fixture
+def world(backend, cupy):
+    with NCCLCommunicationBackend(backend._comm) as made:
+        yield made
+
+
+@pytest.fixture
+def by_nccl(monkeypatch):
+    """Let NCCL carry all that does not fit a header."""
+    for module in (channel, collectives):
+        monkeypatch.setattr(module, "SMALL_BYTES", 128)
+
+
+def names(cupy):
+    """The calls of this rank's NCCL, from first to last."""
+    return [call[0] for call in cupy.cuda.nccl.calls]
+
+
+# ------------------------------------------------------------------------------------ conformance
+
+
+def near(arrays):
+    """Copies on the GPU, which overlap as the arrays do."""
+    known = {}
+    arrays = [a for a in arrays if isinstance(a, np.ndarray)]
+    for array in arrays:
+        overlapping = [a for a in arrays if a is array or np.may_share_memory(a, array)]
+        low = min(byte_bounds(a)[0] for a in overlapping)
+        key = tuple(sorted(map(id, overlapping)))
+        if key not in known:
+            high = max(byte_bounds(a)[1] for a in overlapping)
+            known[key] = load_cupy().zeros(max(1, high - low), np.uint8)
+        start = array.ctypes.data - low
+        part = known[key][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy_into(part, array)
+        yield id(array), part
+
+
+class OnGPU(NCCLCommunicationBackend):
+    """Gives the arrays of each collective to NCCL as arrays on a GPU, and brings results back."""
+
+    def __init__(self, comm, **options):
+        super().__init__(comm, **options)
+        self._device = Device("cuda", self.rank)  # by number in the world, also on simulated nodes
+
+    def _through_gpu(self, name, call, given, *arguments):
+        arrays = dict(near([*(given if isinstance(given, list) else [given]), *arguments]))
+
+        def there(argument):
+            if isinstance(argument, list):
+                return [there(one) for one in argument]
+            return arrays.get(id(argument), argument)
+
+        def back(result):
+            if isinstance(result, list):
+                return [back(one) for one in result]
+            if result is None or isinstance(result, np.ndarray):
+                return result
+            for argument in (given, *arguments):
+                if arrays.get(id(argument)) is result:
+                    if argument.flags.writeable:  # else the root's own
+                        copy_into(argument, result)
+                    return argument
+            return result.get()
+
+        steps = getattr(NCCLCommunicationBackend, name)
+        result = yield from steps(self, call, there(given), *map(there, arguments))
+        return back(result)
+
+
+def _through_gpu(name):
+    return lambda self, *arguments: self._through_gpu(name, *arguments)
+
+
+for _kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
+              "all_to_all"):  # fmt: skip
+    setattr(OnGPU, f"_steps_{_kind}", _through_gpu(f"_steps_{_kind}"))
+
+
+@pytest.mark.parametrize("name", CommunicationConformance.names())
+def test_conformance(backend, cupy, by_nccl, name):
+    checks = CommunicationConformance(ON_GPUS if backend.world_size == 3 else SAMPLE)
+    with OnGPU(backend._comm) as world:
+        getattr(checks, name)(world)
+        if name in ("check_all_reduce", "check_reduce_scatter", "check_all_gather"):
+            assert "init" in names(cupy)
+    assert names(cupy).count("destroy") == names(cupy).count("init") + sum(
+        call[0] == "commSplit" and call[1] >= 0 for call in cupy.cuda.nccl.calls
+    )
+
+
+@pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "auto")])
+def test_conformance_without_memory_that_all_ranks_share(
+    backend, cupy, by_nccl, nodes, arena, monkeypatch
+):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    checks = CommunicationConformance([np.dtype(np.float32)])
+    with OnGPU(backend._comm) as world:
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
+                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+            getattr(checks, f"check_{name}")(world)
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "twins", "split"])
+def test_conformance_of_fast_sums_where_no_order_shows(backend, cupy, by_nccl, name):
+    checks = CommunicationConformance([np.dtype(np.int32), np.dtype(np.float16)])
+    with OnGPU(backend._comm, reductions="fast") as world:
+        getattr(checks, f"check_{name}")(world)
+
+
+# ---------------------------------------------------------------------------------- what NCCL does
+
+
+def test_exact_sums_have_the_bits_of_every_backend(backend, world, cupy):
+    for dtype in ("float32", "float16", "complex128"):
+        for operation in (ReductionOperation.SUM, ReductionOperation.AVERAGE):
+            drawn = np.random.default_rng(backend.rank).integers(0, 13, LARGE * 4)
+            with np.errstate(all="ignore"):
+                mine = np.array(ADVERSARIAL_VALUES)[drawn].astype(dtype)
+            expected = backend.all_reduce(mine.copy(), operation)
+            got = world.all_reduce(cupy.asarray(mine), operation)
+            assert got.get().tobytes() == expected.tobytes()
+            piece = world.reduce_scatter(cupy.asarray(mine), operation)
+            assert piece.get().tobytes() == backend.reduce_scatter(mine, operation).tobytes()
+    assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names(cupy))
+
+
+def test_fast_sums_are_those_of_nccl(backend, cupy, caplog):
+    caplog.set_level(logging.WARNING, "mpishard")
+    ranks = backend.world_size
+    drawn = np.random.default_rng([3, backend.rank]).standard_normal(LARGE * ranks)
+    with NCCLCommunicationBackend(backend._comm, reductions="fast") as world:
+        for operation in (ReductionOperation.SUM, ReductionOperation.AVERAGE):
+            for dtype in ("float32", "complex64"):
+                mine = drawn.astype(dtype)
+                expected = backend.all_reduce(mine.copy(), operation)
+                uneven = backend.reduce_scatter(mine[:-1], operation)
+                low = LARGE * backend.rank
+                wholes = [
+                    (world.all_reduce(cupy.asarray(mine), operation), expected),
+                    (world.reduce_scatter(cupy.asarray(mine), operation),
+                     expected[low : low + LARGE]),
+                    (world.reduce_scatter(cupy.asarray(mine[:-1]), operation), uneven),
+                ]  # fmt: skip
+                for got, wanted in wholes:
+                    np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
+        world.split(0).barrier()
+    if ranks > 1:
+        assert {"allReduce", "reduceScatter", "reduce"} <= set(names(cupy))
+    said = [record for record in caplog.records if "reductions='fast'" in record.message]
+    assert len(said) == (backend.rank == 0)
+
+
+def test_fast_sums_keep_the_contract_where_nccl_does_not(backend, cupy):
+    """NaN in MIN and MAX, sums of 16 bits in float32, and dtypes that NCCL does not know."""
+    cases = [("float32", ReductionOperation.MAX), ("float32", ReductionOperation.MIN),
+             ("float16", ReductionOperation.SUM), ("int16", ReductionOperation.SUM),
+             ("complex64", ReductionOperation.PRODUCT)]  # fmt: skip
+    with NCCLCommunicationBackend(backend._comm, reductions="fast") as world:
+        for dtype, operation in cases:
+            mine = values(np.dtype(dtype), 4 * LARGE, backend.rank, 7)
+            if operation in (ReductionOperation.MAX, ReductionOperation.MIN):
+                mine[backend.rank :: 7] = np.nan
+            expected = backend.all_reduce(mine.copy(), operation)
+            got = world.all_reduce(cupy.asarray(mine), operation).get()
+            assert got.tobytes() == expected.tobytes(), (dtype, operation)
+    assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names(cupy))
+
+
+def test_small_arrays_and_arrays_on_the_host_do_not_start_nccl(world, cupy):
+    world.all_reduce(cupy.ones(8192))  # 64 KiB
+    world.all_gather(cupy.ones(65536 // 8 // world.world_size))
+    world.broadcast(cupy.ones(100))
+    world.all_reduce(np.ones(LARGE))
+    world.all_gather(np.ones(LARGE))
+    world.barrier()
+    world.split(0)
+    assert names(cupy) == []
+    world.all_reduce(cupy.ones(8193))
+    assert "init" in names(cupy)
+
+
+def test_each_rank_uses_the_gpu_of_its_number_on_the_node(world, cupy):
+    assert int(cupy.cuda.Device()) == world.rank
+    world.all_gather(cupy.ones(LARGE))
+    assert world._communicator._made.device_id() == world.rank
+
+
+def test_groups_are_split_off_an_idle_communicator(world, cupy):
+    early = world.split(0)  # before NCCL has begun
+    world.all_reduce(cupy.ones(LARGE))
+    parity = world.rank % 2
+    group = world.split(parity, key=-world.rank)
+    inner = group.split(None if group.rank == 0 else 7)
+    for made in (early, group, inner):
+        if made is not None:
+            members = made.world_ranks
+            got = made.all_gather(cupy.full(LARGE, float(world.rank)))
+            assert got.get()[::LARGE].tolist() == [float(rank) for rank in members]
+            assert made.reductions == "exact"
+    splits = [call for call in cupy.cuda.nccl.calls if call[0] == "commSplit"]
+    assert splits == [
+        ("commSplit", parity, group.rank),
+        ("commSplit", -1, 0)
+        if inner is None
+        else ("commSplit", min(inner.world_ranks), inner.rank),
+    ]
+    assert names(cupy).count("init") == 2, "of the world and the early group"
+
+
+def test_async_calls_overlap(world, cupy):
+    """A call is under way until its event has happened, and the rank computes meanwhile."""
+    if world.world_size == 1:
+        pytest.skip("needs two ranks")
+    world.all_reduce(cupy.ones(LARGE))
+    cupy.cuda.nccl.hangs = True
+    works = [world.all_reduce_async(cupy.ones(LARGE)), world.all_gather_async(cupy.ones(LARGE))]
+    other = cupy.ones(LARGE) * 2
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        world.progress()
+    assert not any(work.done for work in works)
+    assert float(other[0]) == 2
+    cupy.cuda.nccl.hangs = False
+    assert float(works[1].wait()[0]) == 1
+    assert float(works[0].wait()[0]) == world.world_size
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_name(backend):
+    if backend.world_size == 1:
+        pytest.skip("needs two ranks")
+    ranks = backend.world_size
+    with installed(device_count=ranks - 1) as cupy:
+        with NCCLCommunicationBackend(backend._comm) as world:
+            with pytest.raises(
+                CommunicationError,
+                match=rf"ranks 0, {ranks - 1} have GPU 0000:00:00.0 of .* in common, and NCCL",
+            ):
+                world.all_reduce(cupy.ones(LARGE))
+            assert world.all_reduce(np.ones(3))[0] == ranks
+            assert world.all_reduce(cupy.ones(3))[0] == ranks
+        assert "init" not in names(cupy)
+
+
+def test_a_large_array_on_the_gpus_of_some_ranks_is_refused_on_all(world, cupy):
+    if world.world_size == 1:
+        pytest.skip("needs two ranks")
+    ones = np.ones(LARGE) if world.rank == 0 else cupy.ones(LARGE)
+    for call in (world.all_reduce, world.reduce_scatter, world.all_gather):
+        others = "rank 1" if world.world_size == 2 else "ranks 1.*"
+        with pytest.raises(
+            CollectiveMismatchError,
+            match=rf"{call.__name__}: {others} passed arrays on a GPU and rank 0 in host memory",
+        ):
+            call(ones)
+    assert names(cupy) == []
+
+
+def test_placement_may_differ_where_data_go_through_the_host(world, cupy):
+    ranks, rank = world.world_size, world.rank
+    for length in (3, 100, 900):  # in the header, and through the host
+        mine = np.full(length, float(rank)) if rank == 0 else cupy.full(length, float(rank))
+        total = world.all_reduce(mine.copy())
+        assert float(total[0]) == sum(range(ranks))
+        whole = world.all_gather(mine)
+        assert type(whole) is type(mine)
+        assert [float(one) for one in whole[::length]] == [*range(ranks)]
+    for root in range(min(ranks, 2)):
+        for length in (3, 100, LARGE):
+            own = np.full(length, float(rank)) if rank == 0 else cupy.full(length, float(rank))
+            assert float(world.broadcast(own, root)[length - 1]) == root
+            given = cupy.full(length, 7.0) if rank == root else None
+            assert float(world.broadcast(given, root)[length - 1]) == 7
+    # Contributions that fit a header say nothing of their place.
+    mine = np.ones(3) if rank == 0 else cupy.ones(LARGE)
+    whole = world.all_gather(mine)
+    assert (whole.size, float(whole[-1])) == (3 + LARGE * (ranks - 1), 1.0)
+
+
+def test_arrays_on_another_gpu_are_refused_before_anything_is_sent(world, cupy):
+    if world.world_size == 1:
+        pytest.skip("needs two GPUs")
+    with cupy.cuda.Device((world.rank + 1) % world.world_size):
+        elsewhere = cupy.ones(LARGE)
+    mine = f"rank {world.rank} communicates from cuda:{world.rank}, and got arrays on cuda:"
+    with pytest.raises(ValueError, match=mine):
+        world.all_reduce(elsewhere)
+    with pytest.raises(ValueError, match=re.escape(f"on cuda:{world.rank}, cpu: copy them there")):
+        world.all_reduce(cupy.ones(LARGE), out=np.ones(LARGE))
+    assert world.all_reduce(np.ones(1))[0] == world.world_size
+
+
+def test_arguments_and_missing_libraries_are_refused(backend, monkeypatch):
+    with pytest.raises(ValueError, match="reductions must be 'exact' or 'fast', got 'quick'"):
+        NCCLCommunicationBackend(backend._comm, reductions="quick")
+    with installed() as cupy:
+        monkeypatch.setattr(cupy.cuda.nccl, "available", False, raising=False)
+        with pytest.raises(DeviceUnavailableError, match="pip install nvidia-nccl-cu12"):
+            NCCLCommunicationBackend(backend._comm)
+    with installed(device_count=0), pytest.raises(DeviceUnavailableError, match="no GPU"):
+        NCCLCommunicationBackend(backend._comm)
+
+
+# ------------------------------------------------------------------------- the stand-in sees faults
+
+
+def test_a_missing_event_is_a_race(world, cupy, monkeypatch):
+    world.all_reduce(cupy.ones(LARGE))
+    monkeypatch.setattr(cupy.cuda.Stream, "wait_event", lambda stream, event: None)
+    with pytest.raises(AssertionError, match="NCCL's stream has not waited for this thread's"):
+        list(world._communicator.run(lambda *a: post_broadcast(cupy.ones(LARGE), *a)))
+
+
+def post_broadcast(array, made, stream):
+    made.broadcast(array.data.ptr, array.data.ptr, array.nbytes, 1, 0, stream)
+
+
+def test_an_array_that_nccl_still_uses_is_a_race(world, cupy):
+    world.all_reduce(cupy.ones(LARGE))
+    ones = cupy.ones(LARGE)
+    steps = world._communicator.run(lambda *a: post_broadcast(ones, *a))
+    waitable = next(steps)
+    with pytest.raises(AssertionError, match="a race: NCCL may still write this array"):
+        ones *= 2
+    at_once(iter([waitable]))
+    ones *= 2
+
+
+def test_calls_that_do_not_match_are_refused_where_nccl_would_hang(world, cupy):
+    if world.world_size == 1:
+        pytest.skip("needs two ranks")
+    world.all_reduce(cupy.ones(LARGE))
+    ones = cupy.ones(LARGE + world.rank)
+    (waitable,) = world._communicator.run(lambda *a: post_broadcast(ones, *a))
+    with pytest.raises(AssertionError, match=r"calls that do not match: .*broadcast"):
+        at_once(iter([waitable]))
+    world._communicator.end(in_good_order=False)
+
+
+# -------------------------------------------------------------------------------------- the end
+
+
+def test_the_end_of_a_job_aborts_nccl_before_mpi(world, cupy):
+    if world.world_size == 1:
+        pytest.skip("needs two ranks")
+    world.all_reduce(cupy.ones(LARGE))
+    cupy.cuda.nccl.hangs = True
+    work = world.all_reduce_async(cupy.ones(LARGE))
+    for _ in range(100):
+        world.progress()
+    assert not work.done
+    world._job.ending.stop()
+    assert names(cupy)[-1] == "abort"
+    with pytest.raises(CommunicationError, match="NCCL was aborted"):
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def test_init_makes_it_and_returns_it_again(backend, cupy, monkeypatch):
+    monkeypatch.setattr(sys.modules["mpishard.communication.init"], "_process_backend", None)
+    with ms.init("nccl") as world:
+        assert type(world) is NCCLCommunicationBackend
+        assert ms.init() is ms.init("nccl") is world
+        with pytest.raises(CommunicationError, match=r"init\('mpi'\): this process has NCCL"):
+            ms.init("mpi")
+    assert ms.launch(lambda made: made.reductions, backend="nccl") == "exact"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_models_train_to_the_same_bits_as_by_mpi(backend, world, cupy, by_nccl, strategy):
+    x = np.random.default_rng(backend.rank).standard_normal((8, 64))
+    trained = []
+    for made in (backend, world):
+        model = ms.nn.MLP([64, 31, 64], seed=0, device="cuda")
+        model = ms.as_distributed(model, made, strategy)
+        optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-3), made, strategy)
+        losses = [optimizer.step(model, x, x) for _ in range(3)]
+        trained.append((losses, model.gather_full_parameters().get().tobytes()))
+    assert trained[0] == trained[1]
+    assert backend.world_size == 1 or "send" in names(cupy)
+
+
+def test_checkpoints_record_fast_sums_and_gradient_leaves_refuse_them(backend, cupy, shared_path):
+    with NCCLCommunicationBackend(backend._comm, reductions="fast") as world:
+        model = ms.as_distributed(ms.nn.MLP([4, 4], seed=0, device="cuda"), world, "fsdp")
+        ms.checkpoint.save(shared_path / "fast", model)
+        world.barrier()
+        assert ms.checkpoint.check(shared_path / "fast").metadata["model"]["reductions"] == "fast"
+        ms.checkpoint.load(shared_path / "fast", model)
+        config = ms.ShardingConfiguration(world, gradient_leaves=8)
+        with pytest.raises(ValueError, match=r"gradient_leaves=8 .* and reductions='fast' would"):
+            ms.as_distributed(ms.nn.MLP([4, 4], seed=0, device="cuda"), config, "fsdp")
+    model = ms.as_distributed(ms.nn.MLP([4, 4], seed=0, device="cuda"), backend, "fsdp")
+    ms.checkpoint.save(shared_path / "exact", model)
+    backend.barrier()
+    assert "reductions" not in ms.checkpoint.check(shared_path / "exact").metadata["model"]
