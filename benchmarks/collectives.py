@@ -24,9 +24,9 @@ from harness import measure, options, positive, size
 from rich.table import Table
 
 import mpishard as ms
+from mpishard.base.layout import ShardLayout
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark, CollectiveResult, Way
 from mpishard.communication.agreement import share_path
-from mpishard.layout import ShardLayout
 
 # It ends with the rank that started it, even if that rank is killed.
 BUSY_LOOP = "import os; rank = os.getppid()\nwhile os.getppid() == rank: sum(range(10**6))"

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import LOOPS, ROWS
 
-from mpishard import onednn
+from mpishard.base import onednn
 from mpishard.cli.wording import bytes_text
 
 Samples = dict[str, list[float]]

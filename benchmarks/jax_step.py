@@ -12,9 +12,9 @@ import argparse
 from pathlib import Path
 
 import mpishard as ms
+from mpishard.base.settings import write
 from mpishard.cli.outputs import write_json
 from mpishard.observe import time_chain
-from mpishard.settings import write
 
 WIDTH, LAYERS, SAMPLES = 1024, 8, 64
 RATE, DECAY = 1e-3, 0.01

@@ -10,12 +10,13 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
-from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
-from mpishard import settings
+from mpishard.base import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
+from mpishard.base import settings
 
 if TYPE_CHECKING:
     from mpishard import callbacks, checkpoint, contracts, data, nn, optimizers, pipeline, tensor
     from mpishard.adapters import FunctionModel
+    from mpishard.base.layout import ShardLayout
     from mpishard.communication import (
         CommunicationBackend,
         CommunicationManager,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         register_strategy,
     )
     from mpishard.exports import export_onnx, load_gpt2, save_gpt2
-    from mpishard.layout import ShardLayout
     from mpishard.models import (
         DDPModel,
         FSDPModel,
@@ -130,7 +130,7 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "layout", "communication", "sharding", "models", "optimizers", "training", "adapters",
+    "base", "communication", "sharding", "models", "optimizers", "training", "adapters",
     "distributed", "exports",
 )  # fmt: skip
 """Rooms that define public names. They are loaded on first use (SPEC 1 of Scientific Python).
@@ -162,7 +162,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     # Modules that need an optional package are left out: help() imports all names.
-    return sorted({*globals(), *__all__, *_ROOMS, "errors", "observe", "planning", "testing"})
+    return sorted({*globals(), *__all__, *_ROOMS, "errors", "observe", "testing"})
 
 
 if settings.launcher_variable() is not None:

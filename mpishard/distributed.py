@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Self, TypeVar, overload
 
-from mpishard import models, optimizers, settings
-from mpishard.arguments import adapter_hint, as_count, nearest
+from mpishard import models, optimizers
+from mpishard.base import settings
+from mpishard.base.arguments import adapter_hint, as_count, nearest
+from mpishard.base.errors import PeerError
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.init import check_backend_name, is_launched, refuse_worlds_of_one
 from mpishard.contracts import IOptimizer
-from mpishard.errors import PeerError
 from mpishard.models.strategies.mesh_options import checked_mesh_options
 from mpishard.pipeline.schedules import about_schedule
 from mpishard.sharding import ShardingConfiguration

@@ -19,7 +19,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.init import init
 from mpishard.communication.threads.run import current_backend

@@ -86,7 +86,7 @@ else
     prepare_environment mpi plot fast test dev "$extra"
 fi
 # The tests would be skipped on such a GPU.
-reason="$("$python" -c 'from mpishard.devices import Device; Device.parse("cuda").use()' 2>&1)" ||
+reason="$("$python" -c 'from mpishard.base.devices import Device; Device.parse("cuda").use()' 2>&1)" ||
     refuse "CuPy cannot use the GPU: ${reason##*$'\n'}"
 
 ! "$python" -c 'import xdist' 2>/dev/null || options+=(-p xdist.plugin)

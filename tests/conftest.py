@@ -60,11 +60,11 @@ from cupy_stand_in import installed
 from cupy_stand_in.kernels import compiler
 from time_limits import pytest_timeout_set_timer  # noqa: F401 - a hook
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.devices import Device, load_cupy
 from mpishard.cli.machine import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.devices import Device, load_cupy
 from mpishard.errors import DeviceUnavailableError, PeerError
 
 _VERDICT_BYTES = 8192

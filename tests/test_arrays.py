@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import pytest
 
-from mpishard import arrays
-from mpishard.devices import Device
+from mpishard.base import arrays
+from mpishard.base.devices import Device
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpishard import bfloat16, onednn
-from mpishard.bfloat16 import BFLOAT16, UNIT_ROUNDOFF, round_into, rounded, widened
+from mpishard.base import bfloat16, onednn
+from mpishard.base.bfloat16 import BFLOAT16, UNIT_ROUNDOFF, round_into, rounded, widened
 from mpishard.nn.layers.products import add_column_sums, product
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mpishard import blas
-from mpishard.blas import Processor, better_kernel, choose_kernel
+from mpishard.base import blas
+from mpishard.base.blas import Processor, better_kernel, choose_kernel
 
 AVX512 = frozenset(["avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"])
 INTEL = Processor("GenuineIntel", 6, AVX512)
@@ -62,7 +62,7 @@ def test_a_choice_is_made_before_numpy_is_loaded(monkeypatch, processor, chosen)
 
 def test_mpishard_chooses_before_it_loads_numpy():
     code = (
-        "import mpishard, numpy, mpishard.blas as b\n"
+        "import mpishard, numpy, mpishard.base.blas as b\n"
         "print(b.loaded_kernel(), b.better_kernel(b.loaded_kernel()))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"}

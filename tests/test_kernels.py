@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpishard.kernels import Kernel
+from mpishard.base.kernels import Kernel
 
 OPERATIONS = Kernel(
     "operations",

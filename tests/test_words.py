@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard import compilation, nn
+from mpishard import nn
+from mpishard.base import compilation
 from mpishard.errors import ShardingError
 from mpishard.observe import plot_loss_curve
 from mpishard.optimizers import SGD, Adam
 from mpishard.pipeline import OneForwardOneBackwardSchedule
-from mpishard.planning import simulate
+from mpishard.pipeline.planning import simulate
 from mpishard.testing.worlds import in_worlds
 from mpishard.training import OptimizationInputData
 

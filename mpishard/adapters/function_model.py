@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.adapters.placed_vector import FlatVectorModel
-from mpishard.arguments import as_loss
-from mpishard.arrays import Array, as_array, require_plain
+from mpishard.base.arguments import as_loss
+from mpishard.base.arrays import Array, as_array, require_plain
+from mpishard.base.errors import MissingMemberError
 from mpishard.contracts import ILossFunction, ModelMetadata
-from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry
 
 

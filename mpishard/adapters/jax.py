@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
 from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.arguments import optional_package
-from mpishard.arrays import Array
+from mpishard.base import settings
+from mpishard.base.arguments import optional_package
+from mpishard.base.arrays import Array
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples, tree_of
 from mpishard.models.stores.parameter_store import ParameterStore

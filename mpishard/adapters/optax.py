@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import optional_package
+from mpishard.base.arguments import optional_package
 from mpishard.optimizers.rules.options import ParameterOptions
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
 from mpishard.optimizers.rules.rule import JointRule

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, require_plain
+from mpishard.base.arrays import Array, require_plain
 from mpishard.data.dataset import map_tree
 from mpishard.sharding import ParameterEntry
 

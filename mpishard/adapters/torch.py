@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.arguments import optional_package
-from mpishard.arrays import Array, require_plain
+from mpishard.base.arguments import optional_package
+from mpishard.base.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpishard import settings
-from mpishard.arguments import as_count, require_type
+from mpishard.base import settings
+from mpishard.base.arguments import as_count, require_type
+from mpishard.base.errors import Preempted
 from mpishard.callbacks.preemption import Preemption
 from mpishard.callbacks.run import Record, Run, check_callbacks
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
-from mpishard.errors import Preempted
 
 _log = logging.getLogger("mpishard")
 

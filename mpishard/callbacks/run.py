@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import all_texts
 from mpishard.communication.contract.matching import who
-from mpishard.errors import ShardingError
 
 _log = logging.getLogger("mpishard")
 

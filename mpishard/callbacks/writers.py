@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.arguments import check_path, optional_package
+from mpishard.base.arguments import check_path, optional_package
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import PathLike

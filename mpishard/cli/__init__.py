@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.machine import installed_version
 
 __all__ = ["app", "main"]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from mpishard import settings
+from mpishard.base import settings
 
 _MARK = "mpishard answer: "
 _GRACE_SECONDS = 3.0

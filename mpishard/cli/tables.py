@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.wording import bytes_text, milliseconds
 from mpishard.observe import Timing
 

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.arguments import nearest
-from mpishard.arrays import Array
+from mpishard.base.arguments import nearest
+from mpishard.base.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.cli.wording import refuse, say
 from mpishard.communication.contract.call import Call

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpishard.base.errors import CheckpointError, CommunicationError
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.errors import CheckpointError, CommunicationError
 
 Value = TypeVar("Value")
 

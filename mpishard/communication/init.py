@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 import threadpoolctl
 
-from mpishard import settings
-from mpishard.blas import better_kernel, loaded_kernel
+from mpishard.base import settings
+from mpishard.base.blas import better_kernel, loaded_kernel
+from mpishard.base.errors import CommunicationError
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.failure.hooks import install_before_init, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
@@ -21,7 +22,6 @@ from mpishard.communication.nccl.backend import NCCLCommunicationBackend
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import current_backend
 from mpishard.communication.tracing.recorder import record_if_asked
-from mpishard.errors import CommunicationError
 
 BackendName = Literal["auto", "mpi", "nccl", "memory"]
 """The backends of `init`."""

@@ -6,11 +6,11 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from mpishard.arguments import require_type
-from mpishard.arrays import Array, array_namespace
+from mpishard.base.arguments import require_type
+from mpishard.base.arrays import Array, array_namespace
+from mpishard.base.errors import CommunicationError, NotInitializedError
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.errors import CommunicationError, NotInitializedError
 
 _backend: ContextVar[CommunicationBackend | None] = ContextVar("manager_backend", default=None)
 _REDUCIBLE = (np.dtype(np.float32), np.dtype(np.float64))

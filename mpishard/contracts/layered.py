@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
-from mpishard.errors import MissingMemberError
+from mpishard.base.arrays import Array
+from mpishard.base.errors import MissingMemberError
 
 
 class LayerCategory(StrEnum):

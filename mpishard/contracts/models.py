@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.errors import MissingInterfaceError, MissingMemberError
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
-from mpishard.errors import MissingInterfaceError, MissingMemberError
 
 
 class IFeatureAware(ABC):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 
 
 class IOptimizer(ABC):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_integer
-from mpishard.arrays import Array, array_namespace, require_plain
+from mpishard.base.arguments import as_count, as_integer
+from mpishard.base.arrays import Array, array_namespace, require_plain
 
 
 class TokenWindows:

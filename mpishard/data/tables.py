@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import optional_package
-from mpishard.arrays import Array
+from mpishard.base.arguments import optional_package
+from mpishard.base.arrays import Array
 
 Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 

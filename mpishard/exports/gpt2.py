@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mpishard.arguments import as_flag, check_path
-from mpishard.arrays import Array
+from mpishard.base.arguments import as_flag, check_path
+from mpishard.base.arrays import Array
 from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
 from mpishard.communication.agreement import same_outcome
 from mpishard.contracts import PathLike

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
 from mpishard.nn import ComputationNode, Model

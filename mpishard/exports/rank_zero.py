@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_path
-from mpishard.arrays import Array, to_host
+from mpishard.base.arguments import check_path
+from mpishard.base.arrays import Array, to_host
 from mpishard.checkpoint.format import disk
 from mpishard.communication.agreement import same_outcome
 from mpishard.contracts import PathLike

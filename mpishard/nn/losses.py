@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import as_amount, as_integer, as_number, as_positive
-from mpishard.arrays import (
+from mpishard.base.arguments import as_amount, as_integer, as_number, as_positive
+from mpishard.base.arrays import (
     NAMESPACES,
     Array,
     array_namespace,

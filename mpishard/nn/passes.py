@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import NAMESPACES, Array, chunks
-from mpishard.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
-from mpishard.compilation import compile_loop, numba_module
+from mpishard.base.arrays import NAMESPACES, Array, chunks
+from mpishard.base.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
+from mpishard.base.compilation import compile_loop, numba_module
 
 _F = np.float32
 _DTYPES = (np.dtype(np.float32), BFLOAT16)

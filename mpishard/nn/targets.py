@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from mpishard.arguments import as_amount
-from mpishard.arrays import Array, array_namespace, is_device_array
+from mpishard.base.arguments import as_amount
+from mpishard.base.arrays import Array, array_namespace, is_device_array
 from mpishard.data import Samples
 from mpishard.nn.checks import refuse_if_any
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, is_device_array
-from mpishard.devices import HOST, Device
+from mpishard.base.arrays import Array, is_device_array
+from mpishard.base.devices import HOST, Device
 
 
 class Place(StrEnum):

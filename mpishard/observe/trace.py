@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from mpishard import settings
-from mpishard.arguments import as_count
+from mpishard.base import settings
+from mpishard.base.arguments import as_count
 from mpishard.communication import CommunicationBackend, init
 from mpishard.communication.tracing.recorder import (
     Row,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard import settings
-from mpishard.arguments import as_count
-from mpishard.arrays import Array, array_namespace
+from mpishard.base import settings
+from mpishard.base.arguments import as_count
+from mpishard.base.arrays import Array, array_namespace
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_amount, as_count, as_integer, require_type
-from mpishard.arrays import Array, array_namespace, synchronize
+from mpishard.base.arguments import as_amount, as_count, as_integer, require_type
+from mpishard.base.arrays import Array, array_namespace, synchronize
+from mpishard.base.errors import MissingLossError
+from mpishard.base.layout import ShardLayout
 from mpishard.contracts import LayerInfo
 from mpishard.data import map_arrays
-from mpishard.errors import MissingLossError
-from mpishard.layout import ShardLayout
 from mpishard.nn import Context, Model
 
 

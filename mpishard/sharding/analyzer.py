@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.arguments import as_count
-from mpishard.arrays import Array
+from mpishard.base.arguments import as_count
+from mpishard.base.arrays import Array
+from mpishard.base.errors import ShardingError
 from mpishard.contracts import ILayeredModel
-from mpishard.errors import ShardingError
 from mpishard.sharding.table import build_units
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpishard.arguments import check_divides, check_sizes, require_type
-from mpishard.arrays import Array
+from mpishard.base.arguments import check_divides, check_sizes, require_type
+from mpishard.base.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.activations import ReLU
 from mpishard.nn.layers.attention import Attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.threads.run import run_in_threads
 

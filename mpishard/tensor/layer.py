@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import require_type
-from mpishard.arrays import NAMESPACES, Array
+from mpishard.base.arguments import require_type
+from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import CommunicationBackend
-from mpishard.layout import ShardLayout
 from mpishard.nn.layers.layer import Layer, Parameters, ParameterSpec
 from mpishard.sharding import Box, whole_box
 from mpishard.sharding.regions import box_shape

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_flag, check_sizes
-from mpishard.arrays import NAMESPACES, Array, array_namespace, to_host
-from mpishard.bfloat16 import wide_dtype
+from mpishard.base.arguments import as_flag, check_sizes
+from mpishard.base.arrays import NAMESPACES, Array, array_namespace, to_host
+from mpishard.base.bfloat16 import wide_dtype
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
-from mpishard.layout import ShardLayout
 from mpishard.nn.layers.activations import Softmax
 from mpishard.nn.layers.layer import (
     Context,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
-from mpishard.arguments import as_flag, require_type
+from mpishard.base.arguments import as_flag, require_type
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.attention import Attention
 from mpishard.nn.layers.composites import Residual, Sequential

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpishard.arrays import NAMESPACES, Array
+from mpishard.base.arrays import NAMESPACES, Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec

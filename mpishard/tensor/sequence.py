@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import require_type
-from mpishard.arrays import NAMESPACES, Array
-from mpishard.bfloat16 import wide
+from mpishard.base.arguments import require_type
+from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base.bfloat16 import wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.dropout import Dropout, MaskStream

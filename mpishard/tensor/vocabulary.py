@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.arguments import as_flag, require_type
-from mpishard.arrays import NAMESPACES, Array, chunks
-from mpishard.bfloat16 import wide
+from mpishard.base.arguments import as_flag, require_type
+from mpishard.base.arrays import NAMESPACES, Array, chunks
+from mpishard.base.bfloat16 import wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
 from mpishard.nn.layers.embedding import Embedding, add_rows

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_flag, require_type
-from mpishard.arrays import Array
+from mpishard.base.arguments import as_count, as_flag, require_type
+from mpishard.base.arrays import Array
+from mpishard.base.errors import CollectiveMismatchError
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
 from mpishard.testing.reductions import assert_same, expected_result, values
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_amount, as_count, as_integer, require_type
+from mpishard.base.arguments import as_amount, as_count, as_integer, require_type
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, GradientTargets, Layer
 from mpishard.sharding import ParameterTable

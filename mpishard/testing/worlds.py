@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.arguments import as_count
+from mpishard.base.arguments import as_count
 from mpishard.communication.threads.run import run_in_threads
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.errors import CollectiveMismatchError, ShardingError
 from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import CollectiveMismatchError, ShardingError
 from mpishard.models.programs.placed_program import Arrivals
 from mpishard.models.stores.gradient_store import (
     BackwardPass,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.agreement import differences
-from mpishard.errors import ShardingError
 
 
 class Buffers:

@@ -12,9 +12,9 @@ import numpy as np
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from mpishard.arguments import as_count
+from mpishard.base.arguments import as_count
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend
-from mpishard.errors import ShardingError
 from mpishard.torch.world import current_world
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard import checkpoint, settings
-from mpishard.arguments import as_integer
-from mpishard.arrays import Array
+from mpishard import checkpoint
+from mpishard.base import settings
+from mpishard.base.arguments import as_integer
+from mpishard.base.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (

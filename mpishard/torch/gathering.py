@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from mpishard.arrays import Array
-from mpishard.bfloat16 import BFLOAT16
+from mpishard.base.arrays import Array
+from mpishard.base.bfloat16 import BFLOAT16
+from mpishard.base.errors import CollectiveMismatchError, ShardingError
 from mpishard.communication import Work
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import CollectiveMismatchError, ShardingError
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import differences
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.ranges import count_missed, missed_by

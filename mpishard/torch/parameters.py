@@ -11,9 +11,9 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map_only
 
+from mpishard.base.errors import ShardingError
+from mpishard.base.layout import ShardLayout
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import ShardingError
-from mpishard.layout import ShardLayout
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
 

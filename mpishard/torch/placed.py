@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mpishard.arrays import Array
-from mpishard.bfloat16 import is_bfloat16
+from mpishard.base.arrays import Array
+from mpishard.base.bfloat16 import is_bfloat16
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
 from mpishard.torch.buffers import Buffers, is_plain, some

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.arguments import as_count
-from mpishard.arrays import Array, reuse_freed_memory
+from mpishard.base.arguments import as_count
+from mpishard.base.arrays import Array, reuse_freed_memory
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import differences
 from mpishard.communication.tracing.recorder import current_recorder
-from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.placed_program import units_of_modules, views_of_entries
 from mpishard.models.stores.gradient_store import ReplicatedGradients

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from mpishard.base.errors import NotInitializedError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication import init as init_backend
 from mpishard.communication.contract.status import look_behind
 from mpishard.communication.init import BackendName, blas_threads
-from mpishard.errors import NotInitializedError
 
 _log = logging.getLogger("mpishard")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.callbacks.run import names_of
 from mpishard.communication.agreement import differences, same_outcome
 from mpishard.contracts import ILossFunction

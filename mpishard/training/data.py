@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from mpishard.arguments import (
+from mpishard.base.arguments import (
     as_amount,
     as_count,
     as_flag,

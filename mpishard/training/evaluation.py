@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, to_host
+from mpishard.base.arrays import Array, to_host
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import CommunicationBackend
 from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
-from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.evaluation import measured
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from mpishard import checkpoint as checkpoints
-from mpishard.arguments import as_amount, as_count, nearest
-from mpishard.arrays import Array, array_namespace, as_array
+from mpishard.base.arguments import as_amount, as_count, nearest
+from mpishard.base.arrays import Array, array_namespace, as_array
+from mpishard.base.errors import NonFiniteLossError
+from mpishard.base.layout import LeafLayout
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.agreement import differences, same_outcome
 from mpishard.communication.init import init
 from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
-from mpishard.errors import NonFiniteLossError
-from mpishard.layout import LeafLayout
 from mpishard.models import ZeRO2Model
 from mpishard.models.engine.leaves import check_leaves
 from mpishard.optimizers.rules.lbfgs import LBFGS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from mpishard.arguments import require_type
+from mpishard.base.arguments import require_type
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.optimizers import DDPOptimizer, Optimizer
 from mpishard.optimizers.rules.plain import refuse_sharded

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.callbacks.preemption import Preemption
 from mpishard.checkpoint import CheckpointFolder, CheckpointReader, StagingBuffer, newest_valid
 from mpishard.checkpoint.format.content import (
@@ -28,7 +29,6 @@ from mpishard.checkpoint.loading.reader import find_single
 from mpishard.checkpoint.saving.save import PendingSave, begin_save, reserve
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import same_outcome, share_path
-from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.run_state import BestParameters, UserState
@@ -96,7 +96,7 @@ def checkpoint_to_resume(
 
 _FIRST_ONLY = (
     "a folder without checkpoints begins anew. Or give resume in the first start only, if "
-    "mpishard.settings.restart_count() == 0"
+    "mpishard.base.settings.restart_count() == 0"
 )
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard import settings
 from mpishard.adapters import JaxModel
+from mpishard.base import settings
 from mpishard.errors import MissingMemberError, NonFiniteLossError, PeerError, StructureOnlyError
 from mpishard.testing.gradients import check_gradients
 from mpishard.testing.worlds import in_worlds

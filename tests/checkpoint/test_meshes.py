@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.layout import ShardLayout
+from mpishard.base.layout import ShardLayout
 from mpishard.sharding import ParameterEntry, Placement, Slice, whole_box
 from mpishard.sharding.regions import box_shape
 

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpishard import checkpoint, compilation
+from mpishard import checkpoint
+from mpishard.base import compilation
 from mpishard.checkpoint import StagingBuffer
 from mpishard.checkpoint.saving import staging as module
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base.layout import ShardLayout
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
-from mpishard.layout import ShardLayout
 from mpishard.sharding import Box, ParameterEntry, Placement, Region
 from mpishard.sharding.regions import box_shape, take_region
 

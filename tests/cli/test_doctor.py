@@ -11,6 +11,7 @@ import pytest
 from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
+from mpishard.base.onednn import processor_has_unit
 from mpishard.cli import app, machine
 from mpishard.cli import probe as doctor_probe
 from mpishard.cli.doctor import command as doctor
@@ -25,7 +26,6 @@ from mpishard.cli.doctor.finding import (
 )
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
 from mpishard.cli.run import shared_memory
-from mpishard.onednn import processor_has_unit
 
 OK, NOTE, PROBLEM = Verdict
 

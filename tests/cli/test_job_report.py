@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.run.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess

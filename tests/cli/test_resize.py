@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mpishard as ms
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import resizing as resizing_module
 from mpishard.cli.run import restarts as module

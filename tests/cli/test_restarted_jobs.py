@@ -23,7 +23,7 @@ JOB = """
 import os, sys
 from pathlib import Path
 import mpishard
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.mpi.job import library_files
 left, *words = sys.argv[1:]
 backend = mpishard.init()

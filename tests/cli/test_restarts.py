@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
 from mpishard.cli.run.job_report import Outcome, Verdict

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
 from mpishard.cli.run.job_report import Outcome, Verdict
@@ -46,7 +46,7 @@ rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 if "EARLY" in sys.argv and rank == "1":
     raise ValueError("boom")
 import mpishard, numpy as np
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.mpi.job import library_files
 backend = mpishard.init()
 backend.all_reduce(np.ones(4))

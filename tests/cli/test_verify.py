@@ -712,7 +712,7 @@ def test_a_target_that_is_none_ends_with_2_and_two_lines(tmp_path: Path) -> None
 
 def test_targets_are_files_and_modules(file: str) -> None:
     assert load_factory(f"{file}:factory")(0)[1].shape == (20, 3)
-    assert load_factory("mpishard.layout:ShardLayout") is ms.ShardLayout
+    assert load_factory("mpishard.base.layout:ShardLayout") is ms.ShardLayout
     assert build_problem(load_factory(f"{file}:factory"), 0, "float32").model.dtype == np.float32
 
 

@@ -12,7 +12,8 @@ from cupy_stand_in import installed
 from numpy.lib.array_utils import byte_bounds
 
 import mpishard as ms
-from mpishard.arrays import copy_into
+from mpishard.base.arrays import copy_into
+from mpishard.base.devices import Device, load_cupy
 from mpishard.communication import (
     NCCLCommunicationBackend,
     ReductionOperation,
@@ -20,7 +21,6 @@ from mpishard.communication import (
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.mpi.node_memory import at_once
 from mpishard.communication.nccl import channel, collectives
-from mpishard.devices import Device, load_cupy
 from mpishard.errors import (
     CollectiveMismatchError,
     CommunicationError,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.contract import backoff as backoff_module
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import Backoff

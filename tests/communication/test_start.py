@@ -5,7 +5,8 @@ import socket
 import pytest
 
 import mpishard
-from mpishard import run_in_threads, settings
+from mpishard import run_in_threads
+from mpishard.base import settings
 from mpishard.communication.failure import hooks as exit_hooks
 from mpishard.communication.failure.hooks import claim_rank, is_helper
 from mpishard.communication.mpi.library import check_launched_world, check_machine, launcher_name

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard import run_in_threads, settings
+from mpishard import run_in_threads
+from mpishard.base import settings
 from mpishard.communication.contract import status
 from mpishard.communication.contract.call import Call, Kind, MessageWait
 from mpishard.communication.contract.matching import who

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpishard.base.layout import ShardLayout
 from mpishard.data import LocalBatchSampler
-from mpishard.layout import ShardLayout
 
 
 @given(

@@ -24,8 +24,8 @@ from cupy_stand_in import installed
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.arrays import beside, to_host
-from mpishard.devices import Device
+from mpishard.base.arrays import beside, to_host
+from mpishard.base.devices import Device
 from mpishard.pipeline import ActivationCheckpointConfig
 
 RANKS = 4

@@ -17,9 +17,9 @@ from computed_once import computed_once
 
 from mpishard import nn
 from mpishard.adapters import AutogradModel, FunctionModel
-from mpishard.arrays import beside, to_host
+from mpishard.base.arrays import beside, to_host
+from mpishard.base.devices import Device
 from mpishard.communication import CommunicationBackend
-from mpishard.devices import Device
 from mpishard.models import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model
 from mpishard.optimizers import (
     LAMB,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
 from mpishard.models import HybridShardedModel
 from mpishard.optimizers import HybridShardedOptimizer
 from mpishard.sharding import ShardingConfiguration

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
 from mpishard.communication import run_in_threads
 from mpishard.errors import PeerError
 from mpishard.models import HybridShardedModel, PipelineParallelModel, TensorParallelModel

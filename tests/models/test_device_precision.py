@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
 from mpishard.testing.worlds import in_worlds
 
 

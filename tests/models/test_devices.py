@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.arrays import is_device_array, to_host
+from mpishard.base.arrays import is_device_array, to_host
+from mpishard.base.devices import Device
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import InMemoryCommunicationBackend, run_in_threads
-from mpishard.devices import Device
-from mpishard.layout import ShardLayout
 from mpishard.models.engine.evaluation import measured
 from mpishard.models.stores.offload import UpdateStage
 from mpishard.models.stores.store_layout import StoreLayout

@@ -14,10 +14,10 @@ import threadpoolctl
 
 import mpishard as ms
 from mpishard import checkpoint
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
+from mpishard.base.layout import LeafLayout
 from mpishard.communication import CommunicationBackend, run_in_threads
 from mpishard.errors import NonFiniteLossError
-from mpishard.layout import LeafLayout
 from mpishard.models.engine import leaves
 from mpishard.testing.worlds import in_worlds
 

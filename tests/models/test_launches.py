@@ -5,7 +5,7 @@ import pytest
 from cupy_stand_in.counts import counting
 
 import mpishard as ms
-from mpishard.arrays import read_numbers, to_host
+from mpishard.base.arrays import read_numbers, to_host
 from mpishard.errors import NonFiniteLossError
 from mpishard.models.stores.norm import squared_norm
 from mpishard.optimizers import AdamW

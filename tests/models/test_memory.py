@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.arrays import reuse_freed_memory
+from mpishard.base.arrays import reuse_freed_memory
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import CommunicationBackend, run_in_threads
-from mpishard.layout import ShardLayout
 from mpishard.models import FSDPModel
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.optimizers import AdamW, FSDPOptimizer

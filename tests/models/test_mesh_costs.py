@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpishard import nn
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import CommunicationBackend
-from mpishard.layout import ShardLayout
 from mpishard.models import HybridShardedModel
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers import AdamW, HybridShardedOptimizer

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.models import HybridShardedModel
 from mpishard.optimizers import HybridShardedOptimizer

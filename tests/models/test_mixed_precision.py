@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard import checkpoint, nn, onednn
+from mpishard import checkpoint, nn
+from mpishard.base import onednn
 from mpishard.models.programs.program import Batch
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.testing.worlds import in_worlds

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import (
     InMemoryCommunicationBackend,
     ReductionOperation,
     run_in_threads,
 )
 from mpishard.errors import NonFiniteLossError
-from mpishard.layout import ShardLayout
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Round
 from mpishard.models.programs.chain import LayerChain

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import agreement
-from mpishard.layout import ShardLayout
 
 
 class Done:

@@ -14,8 +14,8 @@ import pytest
 from cupy_stand_in.counts import Counts, counting
 
 from mpishard import nn
-from mpishard.arrays import read_numbers, to_host
-from mpishard.bfloat16 import rounded
+from mpishard.base.arrays import read_numbers, to_host
+from mpishard.base.bfloat16 import rounded
 from mpishard.data import Samples, map_arrays
 from mpishard.nn import device_passes
 from mpishard.nn.device_passes.products import rounded_to_bfloat16

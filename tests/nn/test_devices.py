@@ -7,10 +7,11 @@ import pytest
 from cupy_stand_in import installed
 
 import mpishard as ms
-from mpishard import devices, nn
-from mpishard.arrays import is_device_array, read_numbers, to_host
+from mpishard import nn
+from mpishard.base import devices
+from mpishard.base.arrays import is_device_array, read_numbers, to_host
+from mpishard.base.devices import Device
 from mpishard.data import Samples, map_arrays
-from mpishard.devices import Device
 from mpishard.errors import DeviceUnavailableError
 from mpishard.nn.layers.layer import GradientTargets
 from mpishard.sharding import ParameterTable

@@ -15,7 +15,7 @@ import pytest
 from spawned_jobs import ROOT, outside_launchers
 
 import mpishard as ms
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.tracing.recorder import compare_clocks, current_recorder
 from mpishard.errors import CommunicationError, PeerError
 from mpishard.observe import merge_traces, open_trace, span, step_span, summarize_trace, trace

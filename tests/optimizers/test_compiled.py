@@ -12,7 +12,7 @@ from types import FunctionType
 import numpy as np
 import pytest
 
-from mpishard import compilation, settings
+from mpishard.base import compilation, settings
 from mpishard.optimizers import (
     SGD,
     Adagrad,

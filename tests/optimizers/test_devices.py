@@ -5,7 +5,7 @@ import pytest
 from cupy_stand_in.counts import counting
 
 import mpishard as ms
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
 from mpishard.optimizers import (
     LAMB,
     SGD,

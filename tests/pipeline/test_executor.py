@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpishard import InMemoryCommunicationBackend, run_in_threads, settings
+from mpishard import InMemoryCommunicationBackend, run_in_threads
+from mpishard.base import settings
 from mpishard.errors import PeerError
 from mpishard.pipeline import PipelineExecutor, PipelineOperation, PipelineOperationType
 from mpishard.testing.worlds import in_worlds

@@ -23,7 +23,7 @@ from mpishard.pipeline import (
     run_clock,
     schedule_by_name,
 )
-from mpishard.planning import simulate
+from mpishard.pipeline.planning import simulate
 
 F, B, I, W = (  # noqa: E741
     PipelineOperationType.FORWARD,

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from mpishard.layout import ShardLayout
+from mpishard.base.layout import ShardLayout
 from mpishard.pipeline import (
     GPipeSchedule,
     Interleaved1F1BSchedule,

@@ -4,7 +4,6 @@ import struct
 
 import pytest
 
-from mpishard import planning as charts
 from mpishard.pipeline import (
     SCHEDULE_NAMES,
     GPipeSchedule,
@@ -15,7 +14,8 @@ from mpishard.pipeline import (
     ZeroBubbleH1Schedule,
     schedule_by_name,
 )
-from mpishard.planning import plot_timelines, simulate, text_chart
+from mpishard.pipeline import planning as charts
+from mpishard.pipeline.planning import plot_timelines, simulate, text_chart
 
 
 def test_text():

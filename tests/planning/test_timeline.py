@@ -11,7 +11,7 @@ from mpishard.pipeline import (
     ZeroBubbleH2Schedule,
     ZeroBubbleVSchedule,
 )
-from mpishard.planning import simulate
+from mpishard.pipeline.planning import simulate
 
 
 def test_figures_of_a_small_pipeline():

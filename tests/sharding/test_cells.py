@@ -7,7 +7,7 @@ import threadpoolctl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.layout import LeafLayout, ShardLayout
+from mpishard.base.layout import LeafLayout, ShardLayout
 from mpishard.sharding import (
     Unit,
     cells_of,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.layout import ShardLayout
+from mpishard.base.layout import ShardLayout
 from mpishard.sharding import ParameterEntry, Placement, Slice, whole_box, written_part
 
 # A table of three parameters, of which the rank holds three row blocks, some columns, and all.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.layout import ShardLayout
+from mpishard.base.layout import ShardLayout
 from mpishard.sharding import build_units, owned_pieces
 
 sizes = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any)

@@ -14,7 +14,7 @@ from contextlib import suppress
 import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.status import StatusReader
 from mpishard.communication.mpi import library

@@ -16,7 +16,7 @@ from pathlib import Path
 import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.mpi import library
 
 LONG = 60

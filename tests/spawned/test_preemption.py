@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from spawned_jobs import MPIEXEC, Job, needs_mpiexec
 
-from mpishard import settings
+from mpishard.base import settings
 
 SCENARIOS = Path(__file__).with_name("preemption_scenarios.py")
 

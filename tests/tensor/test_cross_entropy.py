@@ -83,7 +83,7 @@ def test_weights_of_samples_and_classes(backend, of_class, smoothing, weights):
 @in_worlds(1, 3)
 def test_large_logits_in_many_chunks(backend, monkeypatch):
     """Exponentials of these overflow unless each row's largest logit of all ranks is taken off."""
-    monkeypatch.setattr("mpishard.arrays.chunk_length", lambda array: 8)
+    monkeypatch.setattr("mpishard.base.arrays.chunk_length", lambda array: 8)
     prediction, target = logits_and_targets((9, 7), -1, scale=2000.0)
     loss = VocabularyParallelCrossEntropy(backend, nn.CrossEntropy(), 7)
     check(backend, loss, nn.CrossEntropy(), prediction, target, 1e-14)

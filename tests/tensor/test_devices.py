@@ -5,7 +5,7 @@ import pytest
 
 from mpishard import nn
 from mpishard import tensor as parallel
-from mpishard.arrays import is_device_array, read_numbers, to_host
+from mpishard.base.arrays import is_device_array, read_numbers, to_host
 from mpishard.sharding import ParameterTable
 from mpishard.testing.worlds import in_worlds
 

@@ -41,7 +41,7 @@ def test_positions(backend, length, batch, time_slice):
 @in_worlds(1, 2, 3, 4)
 def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
     """Widths that leave a slice in the middle of what Philox makes at a time; masks of few rows."""
-    monkeypatch.setattr("mpishard.arrays.chunk_length", lambda array: 2 * 12 * width)
+    monkeypatch.setattr("mpishard.base.arrays.chunk_length", lambda array: 2 * 12 * width)
     take, whole = time_slice(backend), nn.Dropout(0.4)
     layer = SequenceParallelDropout(backend, whole)
     check_same_bits(layer, whole, draw(batch, 12, width), take)
@@ -51,7 +51,7 @@ def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
 @pytest.mark.parametrize(("size", "parts", "multiple"), [(7, 1, 1), (24, 3, 2)])
 @in_worlds(1, 2, 3, 4)
 def test_dropout_of_columns(backend, batch, size, parts, multiple, columns, monkeypatch):
-    monkeypatch.setattr("mpishard.arrays.chunk_length", lambda array: 2 * 3 * size)
+    monkeypatch.setattr("mpishard.base.arrays.chunk_length", lambda array: 2 * 3 * size)
     whole = nn.Dropout(0.4)
     layer = TensorParallelDropout(backend, whole, size, parts=parts, multiple=multiple)
     take = columns(layer.split, backend)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry

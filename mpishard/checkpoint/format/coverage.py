@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from mpishard.errors import CheckpointError
+from mpishard.base.errors import CheckpointError
 from mpishard.sharding.regions import (
     Box,
     Region,

@@ -9,10 +9,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpishard.arguments import as_count, as_integer, check_path
+from mpishard.base.arguments import as_count, as_integer, check_path
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
-from mpishard.errors import CheckpointError
 
 LATEST = "latest"
 """Name of the text file that names the newest checkpoint of a folder."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
@@ -25,7 +26,6 @@ from mpishard.checkpoint.format.content import (
 from mpishard.checkpoint.format.coverage import check_coverage
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
 from mpishard.communication.contract.call import DTYPES
-from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 

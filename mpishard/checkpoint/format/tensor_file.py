@@ -24,9 +24,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mpishard.arguments import check_name
+from mpishard.base.arguments import check_name
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format import disk
-from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 
 BLOCK_BYTES = 4 << 20

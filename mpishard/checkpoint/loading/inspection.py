@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
 from mpishard.checkpoint.format.tensor_file import FileRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.loading.restore import open_whole
-from mpishard.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arguments import check_path
-from mpishard.arrays import Array, array_namespace
+from mpishard.base.arguments import check_path
+from mpishard.base.arrays import Array, array_namespace
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
 from mpishard.checkpoint.loading.mapped_file import MappedFile
-from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import (
     Box,
     Region,

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpishard.arguments import check_path
-from mpishard.arrays import Array
+from mpishard.base.arguments import check_path
+from mpishard.base.arrays import Array
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -30,7 +31,6 @@ from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.loading.reader import CheckpointReader, Overlap, find_single
 from mpishard.communication.agreement import agree, all_texts, path_from, path_text, same_outcome
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.errors import CheckpointError
 
 T = TypeVar("T")
 

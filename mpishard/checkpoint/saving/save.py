@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, check_path, require_type
-from mpishard.arrays import to_host
+from mpishard.base.arguments import as_count, check_path, require_type
+from mpishard.base.arrays import to_host
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     Checkpointable,
@@ -46,7 +47,6 @@ from mpishard.communication.agreement import (
     same_outcome,
 )
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 

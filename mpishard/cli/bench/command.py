@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.main import get_command
 
+from mpishard.base.errors import MPIUnavailableError
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, StepBenchmark
 from mpishard.cli.outputs import check_output, check_png, write_json
@@ -18,7 +19,6 @@ from mpishard.cli.tables import show
 from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
-from mpishard.errors import MPIUnavailableError
 from mpishard.observe import plot_panels
 
 bench = typer.Typer(rich_markup_mode=None)

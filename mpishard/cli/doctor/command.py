@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.doctor import host
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
 from mpishard.cli.doctor.job import look_at_a_job, look_at_gpus

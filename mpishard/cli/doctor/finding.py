@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.wording import counted
 
 _TITLES = {

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import mpishard
-from mpishard import settings
-from mpishard.blas import better_kernel
+from mpishard.base import settings
+from mpishard.base.blas import better_kernel
+from mpishard.base.onednn import WHEEL, processor_has_unit
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
 from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.shared_memory import SHARED_MEMORY, leftovers
 from mpishard.cli.wording import bytes_text, counted
-from mpishard.onednn import WHEEL, processor_has_unit
 
 _LIMIT_SECONDS = {"import": 30, "measure": 30}
 _FEW_FILES = 1024
@@ -208,9 +208,9 @@ def _threads(library: dict[str, Any]) -> Finding:
 
 
 _MEASURE_BFLOAT16 = """
-from mpishard.blas import Processor  # before NumPy, for its kernels
+from mpishard.base.blas import Processor  # before NumPy, for its kernels
 from mpishard.nn.layers.products import products_per_second
-from mpishard.onednn import library, reason_for_none
+from mpishard.base.onednn import library, reason_for_none
 import threadpoolctl
 found = library()
 with threadpoolctl.threadpool_limits(1):

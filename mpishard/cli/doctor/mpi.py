@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder
 from mpishard.cli.machine import installed_version

@@ -14,8 +14,9 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from mpishard import settings
-from mpishard.blas import better_kernel, loaded_kernel
+from mpishard.base import settings
+from mpishard.base.blas import better_kernel, loaded_kernel
+from mpishard.base.errors import MPIUnavailableError
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
 from mpishard.cli.run.job_report import Outcome
@@ -35,7 +36,6 @@ from mpishard.cli.run.restarts import (
 )
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.cli.wording import counted, refuse, refusing, say
-from mpishard.errors import MPIUnavailableError
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.matching import who

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import MPIUnavailableError
 from mpishard.cli.probe import ask, python_command
-from mpishard.errors import MPIUnavailableError
 
 _PROBE_SECONDS = 60.0
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.probe import Answer, ask_all
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import Host, Launcher

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs

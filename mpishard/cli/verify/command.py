@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from mpishard import settings
-from mpishard.arguments import as_positive
+from mpishard.base import settings
+from mpishard.base.arguments import as_positive
 from mpishard.cli.run.job import Job
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show

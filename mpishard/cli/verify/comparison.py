@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Column, Table
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpishard.arrays import Array, to_host
+from mpishard.base.arrays import Array, to_host
 from mpishard.cli.verify.problem import SIZES, Problem
 from mpishard.communication.mesh import AXES
 from mpishard.data import take

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, nearest
+from mpishard.base.arguments import as_count, nearest
 from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel
 from mpishard.data import check_dataset
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy

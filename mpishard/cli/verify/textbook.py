@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.cli.verify.problem import TargetError
 from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, Lion, RMSprop
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe

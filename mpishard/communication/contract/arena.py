@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, address
+from mpishard.base.arrays import Array, address
+from mpishard.base.errors import OutMismatchError
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
-from mpishard.errors import OutMismatchError
 
 Place = tuple[int, int]
 """The number of a region of shared memory, and the offset of a byte in it."""

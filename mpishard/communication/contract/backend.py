@@ -16,9 +16,11 @@ from typing import Any, Literal, NoReturn, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard import settings
-from mpishard.arguments import as_count, as_flag, as_index, as_integer
-from mpishard.arrays import Array, address, array_namespace, copy_into, is_device_array
+from mpishard.base import settings
+from mpishard.base.arguments import as_count, as_flag, as_index, as_integer
+from mpishard.base.arrays import Array, address, array_namespace, copy_into, is_device_array
+from mpishard.base.errors import CommunicationError, MpishardError, NotInitializedError
+from mpishard.base.logs import set_up_logging
 from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
     DTYPES,
@@ -54,8 +56,6 @@ from mpishard.communication.tracing.recorder import (
     current_recorder,
     stop_recording,
 )
-from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
-from mpishard.logs import set_up_logging
 
 _LINE_BYTES = 64
 
@@ -804,7 +804,7 @@ class CommunicationBackend(ITransport):
         Rank 1 is lost; the others go on as ranks 0 and 1 of 2:
 
         >>> from mpishard import run_in_threads
-        >>> from mpishard.errors import PeerError
+        >>> from mpishard.base.errors import PeerError
         >>> def body(b):
         ...     if b.rank == 1:
         ...         raise OSError("no space left on device")

@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from mpishard import settings
-from mpishard.arguments import as_flag, as_index, as_integer
-from mpishard.arrays import Array, array_namespace
+from mpishard.base import settings
+from mpishard.base.arguments import as_flag, as_index, as_integer
+from mpishard.base.arrays import Array, array_namespace
+from mpishard.base.errors import CommunicationError
+from mpishard.base.layout import even_sizes
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
-from mpishard.errors import CommunicationError
-from mpishard.layout import even_sizes
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.base.arrays import Array, array_namespace, chunk_length
 
 
 class ReductionOperation(IntEnum):

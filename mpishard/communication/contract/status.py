@@ -31,7 +31,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.contract.call import GROUP_BYTES, HEADER_BYTES, Call, MessageWait
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

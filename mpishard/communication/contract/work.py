@@ -16,12 +16,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.errors import CommunicationError, MpishardError
 from mpishard.communication.contract.call import Call, MessageWait, Traffic
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.subject import Subjects
 from mpishard.communication.tracing.recorder import InFlight
-from mpishard.errors import CommunicationError, MpishardError
 
 
 class Waitable(ABC):

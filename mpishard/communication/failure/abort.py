@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import PeerError
 from mpishard.communication.contract.status import (
     RankRecord,
     RankState,
@@ -25,7 +26,6 @@ from mpishard.communication.contract.status import (
 )
 from mpishard.communication.failure.report import failure_report
 from mpishard.communication.failure.stall import describe_stall, longest_waiting, rank_table
-from mpishard.errors import PeerError
 
 _REPORT_GRACE_SECONDS = 1.0  # for the rank that reports, which then ends this one
 _OUTPUT_SECONDS = 0.25  # for the launcher to read the report

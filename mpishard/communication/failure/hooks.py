@@ -26,7 +26,8 @@ from contextlib import suppress
 from traceback import walk_stack
 from types import TracebackType
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import MPIUnavailableError
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import MessageWait
 from mpishard.communication.contract.matching import who
@@ -39,7 +40,6 @@ from mpishard.communication.failure.abort import (
 )
 from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
-from mpishard.errors import MPIUnavailableError
 
 _LATER_SECONDS = 2.0  # between the limits of the watchdog, of faulthandler and of SIGALRM
 

@@ -10,9 +10,8 @@ from traceback import FrameSummary
 from types import FrameType
 from typing import Any, Literal
 
-from mpishard import settings
-from mpishard.communication.contract.status import PACKAGE
-from mpishard.errors import (
+from mpishard.base import settings
+from mpishard.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     MpishardError,
@@ -20,6 +19,7 @@ from mpishard.errors import (
     NoSampleError,
     PeerError,
 )
+from mpishard.communication.contract.status import PACKAGE
 
 OnFailure = Literal["abort", "shrink"]
 """The fate of the other ranks if one fails: they end with it, or go on without it."""

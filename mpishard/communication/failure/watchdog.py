@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Self
 
-from mpishard import settings
+from mpishard.base import settings
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arguments import require_type
-from mpishard.arrays import Array, is_device_array, to_device
+from mpishard.base import settings
+from mpishard.base.arguments import require_type
+from mpishard.base.arrays import Array, is_device_array, to_device
+from mpishard.base.errors import CommunicationError, PeerError
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
@@ -43,7 +44,6 @@ from mpishard.communication.mpi.messages import Message
 from mpishard.communication.mpi.node_memory import at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
-from mpishard.errors import CommunicationError, PeerError
 
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
 """Rounds, and polls in each, before a longer wait begins: most short messages come by then."""

@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import Array, address, array_namespace, is_device_array
+from mpishard.base import settings
+from mpishard.base.arrays import Array, address, array_namespace, is_device_array
+from mpishard.base.errors import CollectiveMismatchError
+from mpishard.base.layout import ShardLayout, even_sizes
 from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
@@ -36,8 +38,6 @@ from mpishard.communication.contract.status import PLACE_BYTES, decode_place, en
 from mpishard.communication.contract.work import Condition, Steps
 from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
-from mpishard.errors import CollectiveMismatchError
-from mpishard.layout import ShardLayout, even_sizes
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 

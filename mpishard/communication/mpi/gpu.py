@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import Array, copy_into, is_device_array, synchronize
+from mpishard.base import settings
+from mpishard.base.arrays import Array, copy_into, is_device_array, synchronize
+from mpishard.base.devices import Device
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import INLINE_BYTES
 from mpishard.communication.mpi.messages import Bytes, ScratchPool
-from mpishard.devices import Device
 
 _log = logging.getLogger("mpishard")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import Array
+from mpishard.base import settings
+from mpishard.base.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.communication.contract.work import Steps

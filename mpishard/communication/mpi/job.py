@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import CollectiveMismatchError, CommunicationError, PeerError
+from mpishard.base.layout import ShardLayout
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
@@ -24,8 +26,6 @@ from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
-from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
-from mpishard.layout import ShardLayout
 
 _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3

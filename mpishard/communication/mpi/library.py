@@ -16,11 +16,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import MPIUnavailableError
 from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
-from mpishard.errors import MPIUnavailableError
 
 _POLL_SECONDS = 0.1  # between two looks of the main thread at a call of another thread
 START_SECONDS = 10.0

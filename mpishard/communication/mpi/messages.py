@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import Array, array_namespace, is_device_array, synchronize, to_host
+from mpishard.base import settings
+from mpishard.base.arrays import Array, array_namespace, is_device_array, synchronize, to_host
+from mpishard.base.layout import ShardLayout
 from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
-from mpishard.layout import ShardLayout
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

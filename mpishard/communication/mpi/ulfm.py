@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
+from mpishard.base import settings
+from mpishard.base.errors import MPIUnavailableError, PeerError
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
-from mpishard.errors import MPIUnavailableError, PeerError
 
 _STIRS = 16  # calls after which Open MPI has read the notices of its launcher
 _LEARN_SECONDS = 1.0  # for MPI to name the lost rank after an error that names none

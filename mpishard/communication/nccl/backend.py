@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
-from mpishard.arrays import Array, is_device_array
+from mpishard.base.arrays import Array, is_device_array
+from mpishard.base.devices import Device
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.work import Steps, Work
 from mpishard.communication.failure.report import OnFailure
@@ -17,7 +18,6 @@ from mpishard.communication.mpi.group import Group
 from mpishard.communication.nccl.channel import NCCLChannel
 from mpishard.communication.nccl.collectives import NCCLCollectives, goes_by_host
 from mpishard.communication.nccl.communicator import Communicator, load_nccl
-from mpishard.devices import Device
 
 Reductions = Literal["exact", "fast"]
 """Who adds up arrays on GPUs: see `NCCLCommunicationBackend`."""

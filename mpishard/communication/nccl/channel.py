@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, address, array_namespace, copy_into, is_device_array
+from mpishard.base.arrays import Array, address, array_namespace, copy_into, is_device_array
+from mpishard.base.devices import load_cupy
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import MessageChannel
 from mpishard.communication.nccl.communicator import Communicator, load_nccl
-from mpishard.devices import load_cupy
 
 SMALL_BYTES = 1 << 16
 """Most bytes of GPU data that travel through the host, because NCCL takes longer to begin."""

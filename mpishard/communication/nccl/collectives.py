@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from mpishard.arrays import Array, address, array_namespace, copy_into, is_device_array
+from mpishard.base.arrays import Array, address, array_namespace, copy_into, is_device_array
+from mpishard.base.errors import CollectiveMismatchError
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.matching import who
@@ -16,7 +17,6 @@ from mpishard.communication.mpi.collectives import Collectives, split_up
 from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers
 from mpishard.communication.nccl.channel import SMALL_BYTES, NCCLChannel
-from mpishard.errors import CollectiveMismatchError
 
 
 def goes_by_host(call: Call, array: Array) -> bool:

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import address
+from mpishard.base import settings
+from mpishard.base.arrays import address
+from mpishard.base.devices import Device, load_cupy
+from mpishard.base.errors import CommunicationError, DeviceUnavailableError
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import Pending
-from mpishard.devices import Device, load_cupy
-from mpishard.errors import CommunicationError, DeviceUnavailableError
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _PLACE_BYTES = 256

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arguments import as_count, as_index, as_number, require_type
-from mpishard.arrays import (
+from mpishard.base import settings
+from mpishard.base.arguments import as_count, as_index, as_number, require_type
+from mpishard.base.arrays import (
     Array,
     address,
     array_namespace,
@@ -23,6 +23,8 @@ from mpishard.arrays import (
     is_device_array,
     synchronize,
 )
+from mpishard.base.errors import CollectiveTimeoutError, CommunicationError, PeerError
+from mpishard.base.layout import ShardLayout
 from mpishard.communication.contract.arena import NOWHERE, anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, place_after, refuse_other_message
@@ -32,8 +34,6 @@ from mpishard.communication.contract.work import Condition, Steps, Transfer, Wor
 from mpishard.communication.failure.stall import describe_departure, describe_stall
 from mpishard.communication.threads.world import Failure, Message, Rendezvous, World
 from mpishard.communication.tracing.recorder import stop_recording
-from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
-from mpishard.layout import ShardLayout
 
 _environments: dict[str, list[World]] = {}
 """The worlds of each id, oldest first. There is one until a rank that has left comes again."""

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import threadpoolctl
 
-from mpishard import settings
-from mpishard.arguments import as_count
+from mpishard.base import settings
+from mpishard.base.arguments import as_count
+from mpishard.base.errors import NotInitializedError, PeerError
 from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
 from mpishard.communication.tracing.recorder import record_if_asked
-from mpishard.errors import NotInitializedError, PeerError
 
 T = TypeVar("T")
 

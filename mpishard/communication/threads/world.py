@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpishard import settings
-from mpishard.arrays import Array, beside, synchronize
+from mpishard.base import settings
+from mpishard.base.arrays import Array, beside, synchronize
+from mpishard.base.errors import CollectiveTimeoutError, CommunicationError, PeerError
+from mpishard.base.layout import ShardLayout
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.report import short_traceback
-from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
-from mpishard.layout import ShardLayout
 
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""

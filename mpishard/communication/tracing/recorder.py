@@ -31,8 +31,8 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import Array
+from mpishard.base import settings
+from mpishard.base.arrays import Array
 
 _log = logging.getLogger("mpishard")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from mpishard.arrays import Array, read_numbers
+from mpishard.base.arrays import Array, read_numbers
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.passes import OwnPasses, Passes, Reduced

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, read_numbers
+from mpishard.base.arrays import Array, array_namespace, read_numbers
+from mpishard.base.errors import NoSampleError
 from mpishard.contracts import ILossFunction
-from mpishard.errors import NoSampleError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.programs.program import Batch
 from mpishard.models.stores.gradient_store import BackwardPass, ReplicatedGradients

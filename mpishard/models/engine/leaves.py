@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arrays import Array, block_squares, read_numbers
+from mpishard.base.arrays import Array, block_squares, read_numbers
+from mpishard.base.layout import LeafLayout, ShardLayout
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.agreement import differences
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.layout import LeafLayout, ShardLayout
 from mpishard.models.engine.passes import Passes, Reduced
 from mpishard.models.engine.update import UpdatePieces
 from mpishard.models.programs.program import Program

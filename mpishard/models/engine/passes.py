@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arrays import Array, read_numbers
-from mpishard.errors import NoSampleError
+from mpishard.base.arrays import Array, read_numbers
+from mpishard.base.errors import NoSampleError
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
     BackwardPass,

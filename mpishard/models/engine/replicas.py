@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.errors import ShardingError
+from mpishard.base.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.program import Replica
 from mpishard.models.stores.parameter_store import ParameterStore

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, require_plain, to_host
-from mpishard.bfloat16 import rounded, widened
+from mpishard.base.arrays import Array, require_plain, to_host
+from mpishard.base.bfloat16 import rounded, widened
+from mpishard.base.devices import HOST
+from mpishard.base.errors import MissingLossError
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.data import Samples, map_arrays
-from mpishard.devices import HOST
-from mpishard.errors import MissingLossError
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
 from mpishard.models.stores.gradient_store import GradientStore

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
-from mpishard.bfloat16 import BFLOAT16
+from mpishard.base.arrays import Array
+from mpishard.base.bfloat16 import BFLOAT16
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel
-from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
+from mpishard.base.errors import ShardingError
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.data import Samples
-from mpishard.errors import ShardingError
 from mpishard.models.programs.program import Replica
 
 _CALLS = ("step", "compute_gradients", "predict")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from mpishard.arguments import adapter_hint, as_loss, name_of
-from mpishard.arrays import Array, array_namespace, as_array, beside, copy_into, require_plain
+from mpishard.base.arguments import adapter_hint, as_loss, name_of
+from mpishard.base.arrays import Array, array_namespace, as_array, beside, copy_into, require_plain
+from mpishard.base.devices import Device
+from mpishard.base.errors import MissingMemberError
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.devices import Device
-from mpishard.errors import MissingMemberError
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore

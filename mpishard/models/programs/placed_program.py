@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.errors import MissingLossError, MissingMemberError, ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import as_loss
-from mpishard.arrays import Array, beside, lies_on_device, read_numbers, require_plain
+from mpishard.base.arguments import as_loss
+from mpishard.base.arrays import Array, beside, lies_on_device, read_numbers, require_plain
+from mpishard.base.devices import HOST, Device
+from mpishard.base.errors import MissingMemberError
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILossFunction
 from mpishard.data import map_arrays
-from mpishard.devices import HOST, Device
-from mpishard.errors import MissingMemberError
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector

@@ -11,9 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunk_length, to_host
+from mpishard.base.arrays import Array, array_namespace, chunk_length, to_host
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import Arena, Work
-from mpishard.layout import ShardLayout
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpishard.arrays import (
+from mpishard.base.arrays import (
     Array,
     array_namespace,
     chunk_length,
@@ -14,7 +14,7 @@ from mpishard.arrays import (
     lie_end_to_end,
     stretched,
 )
-from mpishard.kernels import Kernel
+from mpishard.base.kernels import Kernel
 
 _PER_THREAD = 16  # Elements of a thread; fewer threads would leave a large GPU idle.
 
@@ -65,7 +65,7 @@ def squared_norm(arrays: Sequence[Array]) -> float | Array:
     """Return the sum of squares of all elements; those of chunks are added in float64.
 
     On a GPU the result is an array of one element there, for which the host has not waited:
-    `mpishard.arrays.read_numbers` reads it, together with other numbers.
+    `mpishard.base.arrays.read_numbers` reads it, together with other numbers.
     """
     if arrays and is_device_array(arrays[0]):
         return _squared_norm_on_device(arrays)

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
-from mpishard.devices import Device
+from mpishard.base.arrays import Array, copy_into, is_device_array, synchronize, to_host
+from mpishard.base.devices import Device
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     ReplicatedGradients,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpishard.arrays import Array, copy_into
-from mpishard.bfloat16 import round_into
+from mpishard.base.arrays import Array, copy_into
+from mpishard.base.bfloat16 import round_into
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import Work
-from mpishard.layout import ShardLayout
 from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.devices import HOST, Device
+from mpishard.base.layout import ShardLayout
 from mpishard.communication import Arena, CommunicationBackend
 from mpishard.communication.contract.subject import unit_subject
-from mpishard.devices import HOST, Device
-from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
 

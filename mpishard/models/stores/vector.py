@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from mpishard.arrays import Array, copy_into
+from mpishard.base.arrays import Array, copy_into
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.communication.agreement import all_texts
 from mpishard.models.stores.parameter_store import ParameterStore

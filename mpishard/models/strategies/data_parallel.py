@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
+from mpishard.base.errors import ShardingError
 from mpishard.contracts import ModelMetadata
-from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy, Update
 from mpishard.models.wrapper.base import ShardedModelBase
 

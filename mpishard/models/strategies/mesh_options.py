@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_flag, as_integer
+from mpishard.base.arguments import as_count, as_flag, as_integer
 from mpishard.communication.mesh import mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy

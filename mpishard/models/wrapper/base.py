@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.arguments import as_flag, as_integer, as_number, require_type
-from mpishard.arrays import Array
+from mpishard.base.arguments import as_flag, as_integer, as_number, require_type
+from mpishard.base.arrays import Array
+from mpishard.base.errors import MissingMemberError, ShardingError
+from mpishard.base.layout import LeafLayout
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
     DynamicShapeInfo,
@@ -25,8 +27,6 @@ from mpishard.contracts import (
     ModelMetadata,
     PathLike,
 )
-from mpishard.errors import MissingMemberError, ShardingError
-from mpishard.layout import LeafLayout
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.evaluation import (
     global_gradient,

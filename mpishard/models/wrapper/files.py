@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpishard import checkpoint
-from mpishard.arrays import Array, to_host
+from mpishard.base.arrays import Array, to_host
 from mpishard.checkpoint.exchange.plain import (
     PlainModelFiles,
     choices_in,

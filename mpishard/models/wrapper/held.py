@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, copy_into, to_host
+from mpishard.base.arrays import Array, array_namespace, copy_into, to_host
+from mpishard.base.errors import ReplicaError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import all_texts, same_outcome
 from mpishard.communication.contract.matching import who
-from mpishard.errors import ReplicaError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.sharding import Piece, Placement

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapped import require_alike
 from mpishard.nn import GPT, KeyValueCache

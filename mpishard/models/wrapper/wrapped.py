@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.base.arrays import Array, array_namespace, to_host
+from mpishard.base.errors import MissingInterfaceError, MissingMemberError
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.agreement import gather_texts, share_text
 from mpishard.contracts import IFeatureImportance, ILayeredModel
-from mpishard.errors import MissingInterfaceError, MissingMemberError
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import reuse_freed_memory
-from mpishard.bfloat16 import BFLOAT16
+from mpishard.base.arrays import reuse_freed_memory
+from mpishard.base.bfloat16 import BFLOAT16
+from mpishard.base.compilation import numba_module
+from mpishard.base.devices import HOST
+from mpishard.base.errors import ShardingError
+from mpishard.base.onednn import library, reason_for_none
 from mpishard.communication.agreement import differences
-from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
-from mpishard.devices import HOST
-from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.leaves import GradientLeaves, LeafGradients, LeafPasses
 from mpishard.models.engine.passes import Passes
@@ -45,7 +46,6 @@ from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
-from mpishard.onednn import library, reason_for_none
 from mpishard.sharding import ShardingConfiguration, first_names
 from mpishard.sharding.configuration import shared_choices
 from mpishard.sharding.refusals import refuse_for_model

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import NAMESPACES, Array
-from mpishard.kernels import Kernel
+from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base.kernels import Kernel
 
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads both on the host.
 
-# The bits of `mpishard.bfloat16.round_into`.
+# The bits of `mpishard.base.bfloat16.round_into`.
 _ROUND = Kernel(
     "round_to_bfloat16",
     r"""

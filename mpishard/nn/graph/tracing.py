@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.base.arrays import Array
 from mpishard.contracts import DynamicShapeInfo
 from mpishard.nn.graph.primitives import PRIMITIVES, Shape
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh

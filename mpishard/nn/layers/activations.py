@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import NAMESPACES, Array, chunks, is_device_array
-from mpishard.bfloat16 import BFLOAT16, is_bfloat16, scratch, store, wide
+from mpishard.base.arrays import NAMESPACES, Array, chunks, is_device_array
+from mpishard.base.bfloat16 import BFLOAT16, is_bfloat16, scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mpishard.arguments import check_sizes
-from mpishard.arrays import NAMESPACES, Array
+from mpishard.base.arguments import check_sizes
+from mpishard.base.arrays import NAMESPACES, Array
 
 _Slots = slice | np.ndarray
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_sizes
-from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array
-from mpishard.bfloat16 import wide
+from mpishard.base.arguments import check_sizes
+from mpishard.base.arrays import NAMESPACES, Array, array_namespace, is_device_array
+from mpishard.base.bfloat16 import wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_flag, require_type
-from mpishard.arrays import Array, address, array_namespace
+from mpishard.base.arguments import as_count, as_flag, require_type
+from mpishard.base.arrays import Array, address, array_namespace
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry

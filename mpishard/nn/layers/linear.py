@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpishard.arguments import as_flag, check_sizes, is_size
-from mpishard.arrays import NAMESPACES, Array, chunk_length, is_device_array
+from mpishard.base.arguments import as_flag, check_sizes, is_size
+from mpishard.base.arrays import NAMESPACES, Array, chunk_length, is_device_array
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros

@@ -2,7 +2,7 @@
 
 NumPy or CuPy multiplies float32 and float64; a GPU may round float32 operands first, as
 `mpishard.nn.device_passes.products_in` says. The processor's unit for bfloat16 multiplies bfloat16,
-through `mpishard.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
+through `mpishard.base.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
 float32, which represents each of them exactly.
 """
 
@@ -14,10 +14,10 @@ import time
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.arrays import NAMESPACES, Array
-from mpishard.bfloat16 import BFLOAT16, round_into, widened
+from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base.bfloat16 import BFLOAT16, round_into, widened
+from mpishard.base.onednn import library
 from mpishard.nn import device_passes
-from mpishard.onednn import library
 
 
 def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None = None) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import (
+from mpishard.base.arguments import (
     as_amount,
     as_count,
     as_flag,
@@ -18,8 +18,8 @@ from mpishard.arguments import (
     check_divides,
     is_size,
 )
-from mpishard.arrays import Array, to_host
-from mpishard.devices import Device
+from mpishard.base.arrays import Array, to_host
+from mpishard.base.devices import Device
 from mpishard.nn.layers.activations import GELU
 from mpishard.nn.layers.attention import CausalAttention
 from mpishard.nn.layers.cache import KeyValueCache

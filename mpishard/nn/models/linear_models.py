@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_sizes, is_size
-from mpishard.arrays import NAMESPACES, Array, array_namespace, to_host
+from mpishard.base.arguments import check_sizes, is_size
+from mpishard.base.arrays import NAMESPACES, Array, array_namespace, to_host
+from mpishard.base.devices import Device
 from mpishard.contracts import ModelMetadata
-from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh, sigmoid
 from mpishard.nn.layers.composites import Sequential
 from mpishard.nn.layers.initializers import glorot_uniform, kaiming_uniform

@@ -9,8 +9,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arguments import as_integer, require_type
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.base.arguments import as_integer, require_type
+from mpishard.base.arrays import Array, array_namespace, to_host
+from mpishard.base.devices import Device
+from mpishard.base.errors import MissingLossError, StructureOnlyError
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import (
     DynamicShapeInfo,
@@ -22,8 +24,6 @@ from mpishard.contracts import (
     ModelMetadata,
 )
 from mpishard.data import map_arrays
-from mpishard.devices import Device
-from mpishard.errors import MissingLossError, StructureOnlyError
 from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
 from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_infos
 from mpishard.nn.layers.initializers import parameter_generator

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_loss
-from mpishard.arrays import NAMESPACES, Array, copy_into, lies_on_device, read_numbers
+from mpishard.base.arguments import as_loss
+from mpishard.base.arrays import NAMESPACES, Array, copy_into, lies_on_device, read_numbers
+from mpishard.base.devices import HOST, Device
 from mpishard.contracts import ILossFunction
-from mpishard.devices import HOST, Device
 from mpishard.nn.layers.composites import Sequential
 from mpishard.nn.layers.layer import Context, GradientTargets
 from mpishard.sharding import ParameterTable

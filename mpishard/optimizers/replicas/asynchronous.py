@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpishard.arguments import as_count
+from mpishard.base.arguments import as_count
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.delayed_state import DelayedState

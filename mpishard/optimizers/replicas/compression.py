@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_flag, as_number
-from mpishard.arrays import Array
+from mpishard.base.arguments import as_count, as_flag, as_number
+from mpishard.base.arrays import Array
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer

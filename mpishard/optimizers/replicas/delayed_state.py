@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, copy_into
+from mpishard.base.arrays import Array, copy_into
+from mpishard.base.errors import ShardingError
 from mpishard.checkpoint import Pieces
 from mpishard.communication.agreement import differences
-from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
 from mpishard.optimizers.replicas.delayed_sums import DelayedSums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpishard.arrays import Array, chunk_length
+from mpishard.base.arrays import Array, chunk_length
 from mpishard.communication import CommunicationBackend, Work
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory

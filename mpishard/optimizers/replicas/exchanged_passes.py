@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, read_numbers
+from mpishard.base.arrays import Array, read_numbers
 from mpishard.communication import CommunicationBackend
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced

@@ -6,7 +6,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from mpishard.arguments import as_count, require_type
+from mpishard.base.arguments import as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState

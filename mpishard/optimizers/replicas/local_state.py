@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, beside, copy_into
-from mpishard.bfloat16 import BFLOAT16
+from mpishard.base.arrays import Array, array_namespace, beside, copy_into
+from mpishard.base.bfloat16 import BFLOAT16
+from mpishard.base.errors import NoSampleError, ShardingError
 from mpishard.checkpoint import Pieces
-from mpishard.errors import NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced, local_gradients

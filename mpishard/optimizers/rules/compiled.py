@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import (
+from mpishard.base import settings
+from mpishard.base.arrays import (
     Array,
     array_namespace,
     chunk_length,
     is_device_array,
     reuse_freed_memory,
 )
-from mpishard.compilation import compile_loop, numba_module
+from mpishard.base.compilation import compile_loop, numba_module
 from mpishard.optimizers.rules import device_code
 
 

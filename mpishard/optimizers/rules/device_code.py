@@ -1,7 +1,7 @@
 """The body of a rule as a kernel: each thread updates one element, as numba's loop does.
 
 The text for CUDA is made of the Python code of the body, so that a rule has its formulas once.
-Every operation of the body becomes one of `mpishard.kernels`, which rounds as NumPy's does.
+Every operation of the body becomes one of `mpishard.base.kernels`, which rounds as NumPy's does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpishard.arrays import Array
-from mpishard.kernels import Kernel
+from mpishard.base.arrays import Array
+from mpishard.base.kernels import Kernel
 
 _OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _FUNCTIONS = {"sqrt": "root", "maximum": "maximum", "minimum": "minimum", "sign": "sign"}

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.arguments import as_flag, as_positive
-from mpishard.arrays import Array
+from mpishard.base.arguments import as_flag, as_positive
+from mpishard.base.arrays import Array
 from mpishard.optimizers.rules.compiled import Body, elements
 from mpishard.optimizers.rules.ranges import UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer, fraction

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.arrays import (
+from mpishard.base.arrays import (
     SQUARES_BLOCK,
     Array,
     array_namespace,

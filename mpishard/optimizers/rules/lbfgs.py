@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import as_count
-from mpishard.arrays import Array, array_namespace, is_device_array, to_host
+from mpishard.base.arguments import as_count
+from mpishard.base.arrays import Array, array_namespace, is_device_array, to_host
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
 from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, read_numbers, require_plain, to_host
+from mpishard.base.arrays import Array, array_namespace, read_numbers, require_plain, to_host
+from mpishard.base.errors import NonFiniteLossError, ShardingError
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.contracts import IShardedModel
-from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.stores.norm import squared_norm
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.options import (

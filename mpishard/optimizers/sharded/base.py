@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arguments import check_path, require_type
-from mpishard.arrays import Array
+from mpishard.base.arguments import check_path, require_type
+from mpishard.base.arrays import Array
+from mpishard.base.errors import (
+    CommunicationError,
+    NonFiniteLossError,
+    NoSampleError,
+    ShardingError,
+)
 from mpishard.checkpoint.loading.restore import load_states
 from mpishard.checkpoint.saving.save import save_states
 from mpishard.communication import CommunicationBackend, ReductionOperation
@@ -25,7 +31,6 @@ from mpishard.contracts import (
     IShardedOptimizer,
     PathLike,
 )
-from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.base.arrays import Array, array_namespace
+from mpishard.base.errors import NonFiniteLossError
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.content import require_form
-from mpishard.errors import NonFiniteLossError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced

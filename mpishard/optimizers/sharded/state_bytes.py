@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import to_host
+from mpishard.base.arrays import to_host
+from mpishard.base.errors import CheckpointError
 from mpishard.checkpoint import Pieces
 from mpishard.checkpoint.format.content import COUNT, OBJECT, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
@@ -18,7 +19,6 @@ from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.checkpoint.saving.save import write_checkpoint
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
-from mpishard.errors import CheckpointError
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.sharding import ParameterEntry, Region
 from mpishard.sharding.regions import put_region, take_region

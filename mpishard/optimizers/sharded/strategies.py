@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import as_count, as_integer, nearest
+from mpishard.base.arguments import as_count, as_integer, nearest
+from mpishard.base.errors import ShardingError
 from mpishard.contracts import IOptimizer
-from mpishard.errors import ShardingError
 from mpishard.models import (
     DDPModel,
     FSDPModel,

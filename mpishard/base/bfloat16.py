@@ -14,8 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.arrays import Array, chunk_length
-from mpishard.compilation import compile_loop, numba_module
+from mpishard.base.arrays import Array, chunk_length
+from mpishard.base.compilation import compile_loop, numba_module
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

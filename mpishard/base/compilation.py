@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from mpishard import settings
+from mpishard.base import settings
 
 _log = logging.getLogger("mpishard")
 

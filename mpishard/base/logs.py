@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mpishard import settings
+from mpishard.base import settings
 
 _logger = logging.getLogger("mpishard")
 _silence = logging.NullHandler()

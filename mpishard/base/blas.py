@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpishard import settings
+from mpishard.base import settings
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # of OpenBLAS's AVX-512 kernels
 _AVX2_KERNELS = ("Haswell", "Zen")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.kernels import Kernel
+from mpishard.base.kernels import Kernel
 
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""

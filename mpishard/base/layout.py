@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from mpishard.arguments import as_count, as_integer
+from mpishard.base.arguments import as_count, as_integer
 
 __all__ = ["LeafLayout", "ShardLayout", "even_sizes"]
 

@@ -138,7 +138,7 @@ def simulate(
     Examples
     --------
     >>> from mpishard.pipeline import OneForwardOneBackwardSchedule
-    >>> from mpishard.planning import simulate
+    >>> from mpishard.pipeline.planning import simulate
     >>> timeline = simulate(OneForwardOneBackwardSchedule(), num_stages=4, num_micro_batches=8)
     >>> timeline.makespan, round(timeline.bubble_fraction, 4), timeline.peak_live
     (33.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
@@ -349,7 +349,7 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
     Examples
     --------
     >>> from mpishard.pipeline import ZeroBubbleH1Schedule
-    >>> from mpishard.planning import simulate, text_chart
+    >>> from mpishard.pipeline.planning import simulate, text_chart
     >>> print(text_chart(simulate(ZeroBubbleH1Schedule(), 2, 2), width=40))
     rank 0  F0F1..B0W0B1W1
     rank 1  ..F0B0F1B1W0W1

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, beside, is_device_array, to_host
-from mpishard.errors import DeviceUnavailableError
+from mpishard.base.arrays import Array, beside, is_device_array, to_host
+from mpishard.base.errors import DeviceUnavailableError
 
 _INSTALL = "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import settings
-from mpishard.arrays import Array
-from mpishard.bfloat16 import BFLOAT16
-from mpishard.blas import Processor
+from mpishard.base import settings
+from mpishard.base.arrays import Array
+from mpishard.base.bfloat16 import BFLOAT16
+from mpishard.base.blas import Processor
 
 WHEEL = "onednn-cpu-gomp"
 _VERSION = 3  # of the C API
