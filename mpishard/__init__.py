@@ -16,7 +16,7 @@ from mpishard.base import settings
 if TYPE_CHECKING:
     from mpishard import callbacks, checkpoint, contracts, data, nn, optimizers, pipeline, tensor
     from mpishard.adapters import FunctionModel
-    from mpishard.base.layout import ShardLayout
+    from mpishard.base import ShardLayout
     from mpishard.communication import (
         CommunicationBackend,
         CommunicationManager,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         NCCLCommunicationBackend,
         ProcessMesh,
         ReductionOperation,
+        init,
         run_in_threads,
     )
-    from mpishard.communication.init import init
     from mpishard.distributed import (
         DistributedStrategy,
         TrainingBuilder,

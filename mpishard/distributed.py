@@ -9,15 +9,20 @@ from enum import StrEnum
 from typing import Any, Self, TypeVar, overload
 
 from mpishard import models, optimizers
-from mpishard.base import settings
-from mpishard.base.arguments import adapter_hint, as_count, nearest
-from mpishard.base.errors import PeerError
-from mpishard.communication import CommunicationBackend, init, run_in_threads
-from mpishard.communication.failure.report import OnFailure, check_on_failure
-from mpishard.communication.init import check_backend_name, is_launched, refuse_worlds_of_one
+from mpishard.base import PeerError, adapter_hint, as_count, nearest, settings
+from mpishard.communication import (
+    CommunicationBackend,
+    OnFailure,
+    check_backend_name,
+    check_on_failure,
+    init,
+    is_launched,
+    refuse_worlds_of_one,
+    run_in_threads,
+)
 from mpishard.contracts import IOptimizer
-from mpishard.models.strategies.mesh_options import checked_mesh_options
-from mpishard.pipeline.schedules import about_schedule
+from mpishard.models import checked_mesh_options
+from mpishard.pipeline import about_schedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [

@@ -19,10 +19,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from mpishard.base.arrays import Array
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.init import init
-from mpishard.communication.threads.run import current_backend
+from mpishard.base import Array
+from mpishard.communication import CommunicationBackend, current_backend, init
 from mpishard.data import Samples, is_sparse, take
 from mpishard.distributed import as_distributed, launch
 from mpishard.nn import MLP, MSE, BinaryCrossEntropy, CrossEntropy, Loss

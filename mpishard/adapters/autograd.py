@@ -11,8 +11,7 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.base.arguments import as_loss, optional_package
-from mpishard.base.arrays import Array
+from mpishard.base import Array, as_loss, optional_package
 from mpishard.contracts import ILossFunction
 from mpishard.data import tree_of
 

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.adapters.placed_vector import FlatVectorModel
-from mpishard.base.arguments import as_loss
-from mpishard.base.arrays import Array, as_array, require_plain
-from mpishard.base.errors import MissingMemberError
+from mpishard.base import Array, MissingMemberError, as_array, as_loss, require_plain
 from mpishard.contracts import ILossFunction, ModelMetadata
 from mpishard.sharding import ParameterEntry
 

@@ -12,12 +12,10 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.base import settings
-from mpishard.base.arguments import optional_package
-from mpishard.base.arrays import Array
+from mpishard.base import Array, optional_package, settings
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples, tree_of
-from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models import ParameterStore
 
 _log = logging.getLogger("mpishard")
 

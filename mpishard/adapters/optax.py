@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import optional_package
-from mpishard.optimizers.rules.options import ParameterOptions
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.rules.rule import JointRule
+from mpishard.base import optional_package
+from mpishard.optimizers import JointRule, OwnedRange, ParameterOptions, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, require_plain
-from mpishard.data.dataset import map_tree
+from mpishard.base import Array, require_plain
+from mpishard.data import map_tree
 from mpishard.sharding import ParameterEntry
 
 

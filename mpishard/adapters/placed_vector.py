@@ -10,14 +10,19 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
-from mpishard.base.arguments import as_loss
-from mpishard.base.arrays import Array, array_namespace, copy_into, require_plain
-from mpishard.base.errors import MissingMemberError, StructureOnlyError
-from mpishard.checkpoint.exchange.plain import PlainModelFiles
+from mpishard.base import (
+    Array,
+    MissingMemberError,
+    StructureOnlyError,
+    array_namespace,
+    as_loss,
+    copy_into,
+    require_plain,
+)
+from mpishard.checkpoint import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.data import tree_of
-from mpishard.models.programs.placed_program import IPlaceableModel
-from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models import IPlaceableModel, ParameterStore
 from mpishard.sharding import ParameterEntry
 
 

@@ -10,12 +10,11 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base.arguments import optional_package
-from mpishard.base.arrays import Array, require_plain
+from mpishard.base import Array, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
-from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models import ParameterStore
 
 _BESIDE = "beside"  # Key in saved choices of the module's state beside the vector.
 _BUFFERS = "buffers"  # Key in those of earlier releases, which had buffers alone.

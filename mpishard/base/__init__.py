@@ -15,7 +15,92 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    pass  # names
+    from mpishard.base.arguments import (
+        adapter_hint,
+        as_amount,
+        as_count,
+        as_flag,
+        as_index,
+        as_integer,
+        as_loss,
+        as_number,
+        as_positive,
+        check_divides,
+        check_name,
+        check_path,
+        check_sizes,
+        is_size,
+        name_of,
+        nearest,
+        optional_package,
+        require_attribute,
+        require_type,
+        take_plain_fields,
+    )
+    from mpishard.base.arrays import (
+        NAMESPACES,
+        SQUARES_BLOCK,
+        Array,
+        address,
+        array_namespace,
+        as_array,
+        beside,
+        block_squares,
+        chunk_length,
+        chunks,
+        copy_into,
+        device_bytes,
+        is_device_array,
+        lie_end_to_end,
+        lies_on_device,
+        read_numbers,
+        require_plain,
+        reuse_freed_memory,
+        stretched,
+        synchronize,
+        to_device,
+        to_host,
+    )
+    from mpishard.base.bfloat16 import (
+        BFLOAT16,
+        UNIT_ROUNDOFF,
+        is_bfloat16,
+        round_into,
+        rounded,
+        scratch,
+        store,
+        wide,
+        wide_dtype,
+        widened,
+    )
+    from mpishard.base.blas import better_kernel, loaded_kernel
+    from mpishard.base.compilation import compile_loop, numba_module
+    from mpishard.base.devices import HOST, Device, load_cupy
+    from mpishard.base.errors import (
+        CheckpointError,
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+        CommunicationError,
+        DeviceUnavailableError,
+        MissingInterfaceError,
+        MissingLossError,
+        MissingMemberError,
+        MpishardError,
+        MPIUnavailableError,
+        NonFiniteLossError,
+        NoSampleError,
+        NotInitializedError,
+        OutMismatchError,
+        PeerError,
+        Preempted,
+        ReplicaError,
+        ShardingError,
+        StructureOnlyError,
+    )
+    from mpishard.base.kernels import Kernel
+    from mpishard.base.layout import LeafLayout, ShardLayout, even_sizes
+    from mpishard.base.logs import set_up_logging
+    from mpishard.base.onednn import WHEEL, library, processor_has_unit, reason_for_none
 
 _MODULES = (
     "errors", "arguments", "layout", "logs", "arrays", "devices", "kernels", "compilation",

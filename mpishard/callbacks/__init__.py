@@ -10,7 +10,8 @@ need.
 """
 
 from mpishard.callbacks.loop import LoopHooks, running
-from mpishard.callbacks.run import Record, Run
+from mpishard.callbacks.preemption import Preemption
+from mpishard.callbacks.run import Record, Run, Wishes, check_callbacks, names_of
 from mpishard.callbacks.stopping import EarlyStopping
 from mpishard.callbacks.writers import CSVFile, JSONLines, ProgressLine, TensorBoard, WandB
 

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count, require_type
-from mpishard.base.errors import Preempted
+from mpishard.base import Preempted, as_count, require_type, settings
 from mpishard.callbacks.preemption import Preemption
 from mpishard.callbacks.run import Record, Run, check_callbacks
 from mpishard.communication import CommunicationBackend

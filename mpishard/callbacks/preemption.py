@@ -11,9 +11,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.contract.status import StatusPage, own_page
-from mpishard.communication.failure.watchdog import is_free, preemption_notice
+from mpishard.communication import (
+    CommunicationBackend,
+    ReductionOperation,
+    StatusPage,
+    is_free,
+    own_page,
+    preemption_notice,
+)
 
 PREEMPTING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that order a run which saves checkpoints to save and end."""

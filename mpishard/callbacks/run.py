@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpishard.base.errors import ShardingError
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import all_texts
-from mpishard.communication.contract.matching import who
+from mpishard.base import ShardingError
+from mpishard.communication import CommunicationBackend, all_texts, who
 
 _log = logging.getLogger("mpishard")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpishard.base.arguments import as_amount, as_count
+from mpishard.base import as_amount, as_count
 from mpishard.callbacks.run import Record, Run
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.base.arguments import check_path, optional_package
+from mpishard.base import check_path, optional_package
 from mpishard.callbacks.run import Record, Run
-from mpishard.checkpoint.format.disk import replace_file
+from mpishard.checkpoint import replace_file
 from mpishard.contracts import PathLike
-from mpishard.observe.metrics import MetricsWriter
-from mpishard.observe.progress import Progress
+from mpishard.observe import MetricsWriter, Progress
 
 
 class _Writer:

@@ -11,14 +11,40 @@ and the rooms before that.
 """
 
 from mpishard.checkpoint.exchange.convert import CheckpointForm, consolidate, convert
+from mpishard.checkpoint.exchange.plain import (
+    PlainModelFiles,
+    choices_in,
+    choices_of,
+    named_bytes,
+    packed_vector,
+)
+from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    OBJECT,
+    TEXT,
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
+    Form,
+    Kind,
     Pieces,
+    check_keys,
+    require_form,
+    spelled,
 )
-from mpishard.checkpoint.format.folder import CheckpointFolder
-from mpishard.checkpoint.format.manifest import Manifest
+from mpishard.checkpoint.format.disk import replace_file
+from mpishard.checkpoint.format.folder import LATEST, CheckpointFolder
+from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
+from mpishard.checkpoint.format.tensor_file import (
+    LazyTensor,
+    TensorFile,
+    bytes_of,
+    tensors_and_document,
+    tensors_of,
+)
 from mpishard.checkpoint.loading.inspection import (
     CheckpointProblem,
     CheckpointReport,
@@ -26,10 +52,19 @@ from mpishard.checkpoint.loading.inspection import (
     describe,
     find_problems,
     load_arrays,
+    problems_in,
 )
-from mpishard.checkpoint.loading.reader import CheckpointReader
-from mpishard.checkpoint.loading.restore import load, newest_valid
-from mpishard.checkpoint.saving.save import PendingSave, reserve, save, save_async, write_checkpoint
+from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint, find_single
+from mpishard.checkpoint.loading.restore import load, load_states, newest_first, newest_valid
+from mpishard.checkpoint.saving.save import (
+    PendingSave,
+    begin_save,
+    reserve,
+    save,
+    save_async,
+    save_states,
+    write_checkpoint,
+)
 from mpishard.checkpoint.saving.staging import StagingBuffer
 
 __all__ = [

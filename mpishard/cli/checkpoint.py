@@ -17,13 +17,22 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from mpishard import checkpoint as checkpoints
-from mpishard.checkpoint import CheckpointFolder, CheckpointForm, CheckpointProblem, describe
-from mpishard.checkpoint.format.content import COUNT, TEXT, require_form, spelled
-from mpishard.checkpoint.format.folder import LATEST
-from mpishard.checkpoint.format.manifest import MANIFEST
-from mpishard.checkpoint.loading.inspection import problems_in
-from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
-from mpishard.checkpoint.loading.restore import newest_first
+from mpishard.checkpoint import (
+    COUNT,
+    LATEST,
+    MANIFEST,
+    TEXT,
+    CheckpointFolder,
+    CheckpointForm,
+    CheckpointProblem,
+    describe,
+    find_checkpoint,
+    find_single,
+    newest_first,
+    problems_in,
+    require_form,
+    spelled,
+)
 from mpishard.cli.tables import show
 from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing, say
 

@@ -14,8 +14,16 @@ from rich.table import Table
 from mpishard.cli.outputs import check_png
 from mpishard.cli.tables import figures_table, screen_width, show
 from mpishard.cli.wording import choice, counted, refusing, say
-from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
-from mpishard.pipeline.planning import Timeline, plot_timelines, simulate, text_chart
+from mpishard.pipeline import (
+    SCHEDULE_NAMES,
+    RuleSchedule,
+    StageTimes,
+    Timeline,
+    plot_timelines,
+    schedule_by_name,
+    simulate,
+    text_chart,
+)
 
 _ALL = "all"
 _LOOPED = ("interleaved", "looped-bfs")

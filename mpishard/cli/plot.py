@@ -10,8 +10,7 @@ import typer
 
 from mpishard.cli.outputs import check_png
 from mpishard.cli.wording import refuse, refusing
-from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
-from mpishard.observe.plots import moving_mean
+from mpishard.observe import Curve, Panel, losses_of, moving_mean, plot_loss_curve, plot_panels
 
 
 def plot(

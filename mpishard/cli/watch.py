@@ -24,15 +24,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.base.arguments import nearest
-from mpishard.base.arrays import Array
+from mpishard.base import Array, nearest
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.cli.wording import refuse, say
-from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.status import RankRecord, pages_beside, records_at, records_in
-from mpishard.communication.failure.stall import verdict
-from mpishard.observe.metrics import parse_metrics
-from mpishard.observe.timing import proportional_memory
+from mpishard.communication import Call, RankRecord, pages_beside, records_at, records_in, verdict
+from mpishard.observe import parse_metrics, proportional_memory
 
 _PORT = 6280
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpishard.base.errors import CheckpointError, CommunicationError
+from mpishard.base import CheckpointError, CommunicationError
 from mpishard.communication.contract.backend import CommunicationBackend
 
 Value = TypeVar("Value")

@@ -9,9 +9,7 @@ from typing import Any, Literal, get_args
 
 import threadpoolctl
 
-from mpishard.base import settings
-from mpishard.base.blas import better_kernel, loaded_kernel
-from mpishard.base.errors import CommunicationError
+from mpishard.base import CommunicationError, better_kernel, loaded_kernel, settings
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.failure.hooks import install_before_init, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure

@@ -6,9 +6,13 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from mpishard.base.arguments import require_type
-from mpishard.base.arrays import Array, array_namespace
-from mpishard.base.errors import CommunicationError, NotInitializedError
+from mpishard.base import (
+    Array,
+    CommunicationError,
+    NotInitializedError,
+    array_namespace,
+    require_type,
+)
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 

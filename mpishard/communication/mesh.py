@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_index, as_integer, require_type
+from mpishard.base import as_count, as_index, as_integer, require_type
 from mpishard.communication.contract.backend import CommunicationBackend
 
 Axis = Literal["replica", "pipeline", "tensor", "data"]

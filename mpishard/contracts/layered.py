@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import MissingMemberError
+from mpishard.base import Array, MissingMemberError
 
 
 class LayerCategory(StrEnum):

@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import MissingInterfaceError, MissingMemberError
+from mpishard.base import Array, MissingInterfaceError, MissingMemberError
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
 
 

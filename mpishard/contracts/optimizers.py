@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 
 
 class IOptimizer(ABC):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from mpishard.base.arrays import Array, array_namespace
+from mpishard.base import Array, array_namespace
 
 
 class IParameterSource(ABC):

@@ -7,7 +7,7 @@ reads columns of Parquet and Arrow files. ``distributed_sampler.py`` has sampler
 libraries' data loaders. This room imports layout and arrays.
 """
 
-from mpishard.data.batches import Batch, Batches
+from mpishard.data.batches import Batch, Batches, place_of
 from mpishard.data.dataset import (
     Samples,
     TokenWindows,
@@ -15,6 +15,7 @@ from mpishard.data.dataset import (
     count_samples,
     is_sparse,
     map_arrays,
+    map_tree,
     take,
     tree_of,
 )

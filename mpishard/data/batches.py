@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, as_index, require_type
-from mpishard.base.arrays import Array
+from mpishard.base import Array, as_count, as_flag, as_index, require_type
 from mpishard.data.dataset import Samples, TokenWindows, is_sparse, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 

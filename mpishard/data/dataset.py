@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_integer
-from mpishard.base.arrays import Array, array_namespace, require_plain
+from mpishard.base import Array, array_namespace, as_count, as_integer, require_plain
 
 
 class TokenWindows:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, as_index, as_integer
+from mpishard.base import as_count, as_flag, as_index, as_integer
 from mpishard.data.sampler import Indices, order_of
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_index, as_integer, take_plain_fields
-from mpishard.base.layout import LeafLayout, ShardLayout
+from mpishard.base import LeafLayout, ShardLayout, as_count, as_index, as_integer, take_plain_fields
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

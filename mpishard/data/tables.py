@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import optional_package
-from mpishard.base.arrays import Array
+from mpishard.base import Array, optional_package
 
 Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mpishard.base.arguments import as_flag, check_path
-from mpishard.base.arrays import Array
-from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
-from mpishard.communication.agreement import same_outcome
+from mpishard.base import Array, as_flag, check_path
+from mpishard.checkpoint import LazyTensor, TensorFile
+from mpishard.communication import same_outcome
 from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
 from mpishard.models import ShardedModelBase

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
-from mpishard.nn import ComputationNode, Model
-from mpishard.nn.graph.tracing import input_of, trace_chain
+from mpishard.nn import ComputationNode, Model, input_of, trace_chain
 from mpishard.sharding import ParameterEntry
 
 _OPSET = 20  # Opset 20 is the first with Gelu.

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import check_path
-from mpishard.base.arrays import Array, to_host
-from mpishard.checkpoint.format import disk
-from mpishard.communication.agreement import same_outcome
+from mpishard.base import Array, check_path, to_host
+from mpishard.checkpoint import disk
+from mpishard.communication import same_outcome
 from mpishard.contracts import PathLike
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Model

@@ -6,6 +6,36 @@ and gradients, `programs` compute, the `engine` steps, the `wrapper` is the surf
 `strategies` say what is sharded.
 """
 
+from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.evaluation import measured
+from mpishard.models.engine.leaves import check_leaves
+from mpishard.models.engine.passes import Passes, Reduced, local_gradients
+from mpishard.models.engine.update import (
+    Policy,
+    StepReport,
+    Update,
+    UpdatePieces,
+    dealt,
+    written_here,
+)
+from mpishard.models.programs.placed_program import (
+    Arrivals,
+    IPlaceableModel,
+    units_of_modules,
+    views_of_entries,
+)
+from mpishard.models.programs.program import Program
+from mpishard.models.stores.gradient_store import (
+    BackwardPass,
+    GradientStore,
+    ReplicatedGradients,
+    ScatteredGradients,
+    WrappedGradients,
+)
+from mpishard.models.stores.norm import squared_norm
+from mpishard.models.stores.parameter_store import ParameterStore, ShardedParameters
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.models.stores.vector import ModelVector
 from mpishard.models.strategies.data_parallel import (
     DDPModel,
     FSDPModel,
@@ -13,13 +43,23 @@ from mpishard.models.strategies.data_parallel import (
     ZeRO2Model,
     ZeRO3Model,
 )
+from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
 from mpishard.models.strategies.mesh_parallel import (
     HybridShardedModel,
+    MeshModel,
     PipelineParallelModel,
     TensorParallelModel,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
+from mpishard.models.wrapper.held import compare_replicas
 from mpishard.models.wrapper.paged import PagedModel
+from mpishard.models.wrapper.wrapped import agreed_vector
+from mpishard.models.wrapper.wrapping import (
+    make_gradient_store,
+    make_mixed_store,
+    make_parameter_store,
+    program_of,
+)
 
 __all__ = [
     "DDPModel",

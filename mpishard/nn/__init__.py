@@ -17,21 +17,36 @@ files of plain models from checkpoint.
 
 from __future__ import annotations
 
-from mpishard.nn.graph.tracing import ComputationNode
+from mpishard.nn.checks import read_together
+from mpishard.nn.device_passes import products_in
+from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh
 from mpishard.nn.layers.attention import Attention, CausalAttention
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
-from mpishard.nn.layers.dropout import Dropout
-from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layers.layer import Context, GradientTargets, Layer, ParameterSpec
+from mpishard.nn.layers.dropout import Dropout, MaskStream
+from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding, add_rows
+from mpishard.nn.layers.initializers import parameter_generator
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    GradientTargets,
+    Initializer,
+    Layer,
+    Parameters,
+    ParameterSpec,
+    unwritten,
+)
 from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
+from mpishard.nn.layers.products import product, products_per_second
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, Loss
-from mpishard.nn.models.gpt import GPT, generate
+from mpishard.nn.models.gpt import GPT, check_drawing, checked_prompt, draw, generate
 from mpishard.nn.models.linear_models import MLP, LinearModel, LinearRegression, LogisticRegression
 from mpishard.nn.models.model import Model, SubModel
+from mpishard.nn.passes import added
+from mpishard.nn.targets import parts_of
 
 __all__ = [
     "GELU",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from mpishard.base.arrays import Array, read_numbers
+from mpishard.base import Array, read_numbers
 
 _waiting: ContextVar[list[tuple[Array, Callable[[], Any]]] | None] = ContextVar(
     "_waiting", default=None

@@ -15,11 +15,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base.arguments import as_amount, as_integer, as_number, as_positive
-from mpishard.base.arrays import (
+from mpishard.base import (
     NAMESPACES,
     Array,
     array_namespace,
+    as_amount,
+    as_integer,
+    as_number,
+    as_positive,
     chunks,
     is_device_array,
     lies_on_device,

@@ -15,9 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import NAMESPACES, Array, chunks
-from mpishard.base.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
-from mpishard.base.compilation import compile_loop, numba_module
+from mpishard.base import (
+    BFLOAT16,
+    NAMESPACES,
+    Array,
+    chunks,
+    compile_loop,
+    is_bfloat16,
+    numba_module,
+    round_into,
+    widened,
+)
 
 _F = np.float32
 _DTYPES = (np.dtype(np.float32), BFLOAT16)

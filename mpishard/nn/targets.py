@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from mpishard.base.arguments import as_amount
-from mpishard.base.arrays import Array, array_namespace, is_device_array
+from mpishard.base import Array, array_namespace, as_amount, is_device_array
 from mpishard.data import Samples
 from mpishard.nn.checks import refuse_if_any
 

@@ -10,8 +10,20 @@ communication.
 """
 
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.observe.metrics import MetricsWriter, read_metrics
-from mpishard.observe.plots import Curve, Panel, losses_of, plot_loss_curve, plot_panels
+from mpishard.observe.metrics import MetricsWriter, parse_metrics, read_metrics
+from mpishard.observe.plots import (
+    BLUE,
+    GREY,
+    Curve,
+    Panel,
+    losses_of,
+    moving_mean,
+    new_figure,
+    plain_axes,
+    plot_loss_curve,
+    plot_panels,
+    save,
+)
 from mpishard.observe.progress import Progress
 from mpishard.observe.timing import (
     Timing,

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, is_device_array
-from mpishard.base.devices import HOST, Device
+from mpishard.base import HOST, Array, Device, is_device_array
 
 
 class Place(StrEnum):

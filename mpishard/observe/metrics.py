@@ -41,7 +41,7 @@ class MetricsWriter:
         if self.path.is_file():  # not a device such as /dev/null, which has no lines to keep
             # Imported here, because it imports safetensors, without which `mpishard doctor` must
             # work.
-            from mpishard.checkpoint.format.disk import replace_file
+            from mpishard.checkpoint import replace_file
 
             # A resumed run repeats the steps after its checkpoint, and writes their lines again.
             last = math.inf if resume_step is None else resume_step

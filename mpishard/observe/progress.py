@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count, require_type
+from mpishard.base import as_count, require_type, settings
 
 if TYPE_CHECKING:
     from mpishard.observe.live_line import LiveLine

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count
-from mpishard.communication import CommunicationBackend, init
-from mpishard.communication.tracing.recorder import (
+from mpishard.base import as_count, settings
+from mpishard.communication import (
+    CommunicationBackend,
     Row,
     current_recorder,
+    init,
     start_recording,
     stop_recording,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.communication.tracing.recorder import (
+from mpishard.communication import (
     TRACE_FORMAT,
     TRACE_VERSION,
     encode,
@@ -238,7 +238,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
         If the file cannot be written.
     """
     # Imported here, because it imports safetensors, without which `mpishard doctor` must work.
-    from mpishard.checkpoint.format.disk import replace_file
+    from mpishard.checkpoint import replace_file
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

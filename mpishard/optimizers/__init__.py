@@ -10,16 +10,25 @@ training loop is in the room above, `mpishard.training`.
 from mpishard.optimizers.replicas.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.replicas.compression import GradientCompressionOptimizer
 from mpishard.optimizers.replicas.local_sgd import LocalSGDOptimizer
+from mpishard.optimizers.rules.compiled import uses_numba
 from mpishard.optimizers.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 from mpishard.optimizers.rules.lamb import LAMB
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.options import (
     AdamOptimizerOptions,
     OptimizationAlgorithmOptions,
+    ParameterOptions,
     no_decay_on_biases_and_norms,
 )
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
-from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.rules.plain import refuse_sharded
+from mpishard.optimizers.rules.ranges import (
+    OwnedRange,
+    Segment,
+    UpdateContext,
+    count_missed,
+    missed_by,
+)
+from mpishard.optimizers.rules.rule import JointRule, Optimizer
 from mpishard.optimizers.rules.schedules import (
     Constant,
     Cosine,
@@ -28,6 +37,7 @@ from mpishard.optimizers.rules.schedules import (
     StepDecay,
     WarmUp,
 )
+from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,

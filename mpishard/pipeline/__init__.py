@@ -38,7 +38,9 @@ from mpishard.pipeline.operations import (
     IPipelineSchedule,
     PipelineOperation,
     PipelineOperationType,
+    most_saved,
 )
+from mpishard.pipeline.planning import Timeline, plot_timelines, simulate, text_chart
 from mpishard.pipeline.schedules import (
     SCHEDULE_NAMES,
     GPipeSchedule,
@@ -49,6 +51,7 @@ from mpishard.pipeline.schedules import (
     ZeroBubbleH1Schedule,
     ZeroBubbleH2Schedule,
     ZeroBubbleVSchedule,
+    about_schedule,
     schedule_by_name,
 )
 

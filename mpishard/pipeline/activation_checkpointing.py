@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mpishard.base.arguments import as_flag, as_integer
+from mpishard.base import as_flag, as_integer
 from mpishard.contracts import LayerInfo
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from mpishard.base.arguments import as_amount, as_count, as_number, require_type
+from mpishard.base import as_amount, as_count, as_number, require_type
 from mpishard.pipeline.operations import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -12,11 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count
-from mpishard.base.arrays import Array, array_namespace
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.work import Transfer
+from mpishard.base import Array, array_namespace, as_count, settings
+from mpishard.communication import CommunicationBackend, Transfer
 from mpishard.observe import span
 from mpishard.pipeline.clock import check_schedule
 from mpishard.pipeline.operations import (

@@ -15,10 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_amount, as_count, as_integer, require_type
-from mpishard.base.arrays import Array, array_namespace, synchronize
-from mpishard.base.errors import MissingLossError
-from mpishard.base.layout import ShardLayout
+from mpishard.base import (
+    Array,
+    MissingLossError,
+    ShardLayout,
+    array_namespace,
+    as_amount,
+    as_count,
+    as_integer,
+    require_type,
+    synchronize,
+)
 from mpishard.contracts import LayerInfo
 from mpishard.data import map_arrays
 from mpishard.nn import Context, Model

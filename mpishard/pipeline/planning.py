@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.observe.plots import BLUE, GREY, new_figure, plain_axes, save
+from mpishard.observe import BLUE, GREY, new_figure, plain_axes, save
 from mpishard.pipeline import (
     IPipelineSchedule,
     PipelineOperationType,

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from mpishard.base.arguments import as_count, as_integer, nearest, require_type
+from mpishard.base import as_count, as_integer, nearest, require_type
 from mpishard.pipeline.clock import bubble_fraction, run_clock
 from mpishard.pipeline.operations import (
     BACKWARD,

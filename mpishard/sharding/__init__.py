@@ -10,10 +10,30 @@ contracts and communication.
 """
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
-from mpishard.sharding.configuration import ShardingConfiguration
+from mpishard.sharding.configuration import ShardingConfiguration, by_node, shared_choices
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
 from mpishard.sharding.placement import Placement, Slice, written_part
-from mpishard.sharding.regions import Box, Region, whole_box
+from mpishard.sharding.refusals import (
+    refuse_for_model,
+    refuse_line_search,
+    refuse_one_replica,
+    refuse_rounding,
+    refuse_several_replicas,
+    refuse_updates_alone,
+    refuse_with_leaves,
+)
+from mpishard.sharding.regions import (
+    Box,
+    Region,
+    blocks_of,
+    box_shape,
+    box_within,
+    join_dims,
+    put_region,
+    shared_box,
+    take_region,
+    whole_box,
+)
 from mpishard.sharding.table import (
     ParameterEntry,
     ParameterTable,
@@ -23,6 +43,7 @@ from mpishard.sharding.table import (
     cells_of,
     cut_at_cells,
     first_names,
+    nested,
     nested_views,
     overlapping,
     owned_pieces,

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.base.arguments import as_count
-from mpishard.base.arrays import Array
-from mpishard.base.errors import ShardingError
+from mpishard.base import Array, ShardingError, as_count
 from mpishard.contracts import ILayeredModel
 from mpishard.sharding.table import build_units
 

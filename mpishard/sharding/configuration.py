@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Self
 
-from mpishard.base.arguments import as_count, as_flag, as_integer, as_positive, require_attribute
+from mpishard.base import as_count, as_flag, as_integer, as_positive, require_attribute
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding.refusals import refuse_with_leaves
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import threadpoolctl
 
-from mpishard.base.compilation import numba_module
+from mpishard.base import numba_module
 
 
 def numerics_fingerprint() -> dict[str, str]:

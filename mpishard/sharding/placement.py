@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mpishard.base.arrays import Array, array_namespace, copy_into
-from mpishard.base.layout import ShardLayout
+from mpishard.base import Array, ShardLayout, array_namespace, copy_into
 from mpishard.sharding.regions import (
     Box,
     Region,

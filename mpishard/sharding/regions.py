@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
-from mpishard.base.arrays import Array, copy_into
+from mpishard.base import Array, copy_into
 
 Box = tuple[tuple[int, int], ...]
 """A block of a tensor: the range ``(start, stop)`` of each dim."""

@@ -13,9 +13,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from mpishard.base.arguments import check_name
-from mpishard.base.arrays import Array
-from mpishard.base.layout import ShardLayout
+from mpishard.base import Array, ShardLayout, check_name
 
 _DENSE_WORLDS = 8  # up to it, every number of ranks reproduces
 _start, _stop = attrgetter("start"), attrgetter("stop")

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpishard.base.arguments import check_divides, check_sizes, require_type
-from mpishard.base.arrays import Array
+from mpishard.base import Array, check_divides, check_sizes, require_type
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.layers.activations import ReLU
-from mpishard.nn.layers.attention import Attention
-from mpishard.nn.layers.cache import KeyValueCache
-from mpishard.nn.layers.composites import Residual, Sequential
-from mpishard.nn.layers.layer import Context, Layer, Parameters
-from mpishard.nn.layers.normalization import LayerNorm
+from mpishard.nn import (
+    Attention,
+    Context,
+    KeyValueCache,
+    Layer,
+    LayerNorm,
+    Parameters,
+    ReLU,
+    Residual,
+    Sequential,
+)
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpishard.base.arrays import Array
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.threads.run import run_in_threads
+from mpishard.base import Array
+from mpishard.communication import CommunicationBackend, run_in_threads
 
 
 class TensorParallelInference:

@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import require_type
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.layout import ShardLayout
+from mpishard.base import NAMESPACES, Array, ShardLayout, require_type
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.layers.layer import Layer, Parameters, ParameterSpec
-from mpishard.sharding import Box, whole_box
-from mpishard.sharding.regions import box_shape
+from mpishard.nn import Layer, Parameters, ParameterSpec
+from mpishard.sharding import Box, box_shape, whole_box
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,25 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_flag, check_sizes
-from mpishard.base.arrays import NAMESPACES, Array, array_namespace, to_host
-from mpishard.base.bfloat16 import wide_dtype
-from mpishard.base.layout import ShardLayout
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    ShardLayout,
+    array_namespace,
+    as_flag,
+    check_sizes,
+    to_host,
+    wide_dtype,
+)
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
-from mpishard.nn.layers.activations import Softmax
-from mpishard.nn.layers.layer import (
+from mpishard.nn import (
     Context,
     Gradients,
     Initializer,
     Layer,
+    Linear,
     Parameters,
     ParameterSpec,
+    Softmax,
+    added,
+    product,
     unwritten,
 )
-from mpishard.nn.layers.linear import Linear
-from mpishard.nn.layers.products import product
-from mpishard.nn.passes import added
 from mpishard.sharding import Box, whole_box
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.regions import (

@@ -6,13 +6,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh
-from mpishard.nn.layers.attention import Attention, CausalAttention
-from mpishard.nn.layers.composites import Residual, Sequential
-from mpishard.nn.layers.dropout import Dropout
-from mpishard.nn.layers.embedding import Embedding
-from mpishard.nn.layers.layer import Layer
-from mpishard.nn.layers.linear import Linear
+from mpishard.nn import (
+    GELU,
+    Attention,
+    CausalAttention,
+    Dropout,
+    Embedding,
+    Layer,
+    Linear,
+    ReLU,
+    Residual,
+    Sequential,
+    Sigmoid,
+    SiLU,
+    SwiGLU,
+    Tanh,
+)
 from mpishard.sharding import Box
 
 

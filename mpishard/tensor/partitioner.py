@@ -6,16 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
-from mpishard.base.arguments import as_flag, require_type
+from mpishard.base import as_flag, require_type
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.layers.attention import Attention
-from mpishard.nn.layers.composites import Residual, Sequential
-from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
-from mpishard.nn.layers.dropout import Dropout
-from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layers.layer import Layer
-from mpishard.nn.layers.linear import Linear
-from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
+from mpishard.nn import (
+    Attention,
+    Conv2D,
+    Dropout,
+    Embedding,
+    Flatten,
+    Layer,
+    LayerNorm,
+    Linear,
+    MaxPool2D,
+    PositionalEmbedding,
+    Residual,
+    RMSNorm,
+    Sequential,
+)
 from mpishard.sharding import Box
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear

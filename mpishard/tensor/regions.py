@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base import NAMESPACES, Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
-from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
+from mpishard.nn import Context, Gradients, Layer, Parameters, ParameterSpec
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
 

@@ -15,16 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import require_type
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.bfloat16 import wide
+from mpishard.base import NAMESPACES, Array, require_type, wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
-from mpishard.nn.layers.dropout import Dropout, MaskStream
-from mpishard.nn.layers.embedding import PositionalEmbedding
-from mpishard.nn.layers.layer import Context, Gradients, Parameters
-from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
-from mpishard.nn.passes import added
+from mpishard.nn import (
+    Context,
+    Dropout,
+    Gradients,
+    LayerNorm,
+    MaskStream,
+    Parameters,
+    PositionalEmbedding,
+    RMSNorm,
+    added,
+)
 from mpishard.tensor.layer import DimSplit, SplitLayer
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.base.arguments import as_flag, require_type
-from mpishard.base.arrays import NAMESPACES, Array, chunks
-from mpishard.base.bfloat16 import wide
+from mpishard.base import NAMESPACES, Array, as_flag, chunks, require_type, wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
-from mpishard.nn.layers.embedding import Embedding, add_rows
-from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters
-from mpishard.nn.losses import CrossEntropy
+from mpishard.nn import (
+    Context,
+    CrossEntropy,
+    Embedding,
+    Gradients,
+    Initializer,
+    Parameters,
+    add_rows,
+)
 from mpishard.sharding import Box
 from mpishard.tensor.layer import DimSplit, SplitLayer
 from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time, time_of

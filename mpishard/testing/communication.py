@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.testing.reductions import (
     MovementChecks,
     ReductionChecks,

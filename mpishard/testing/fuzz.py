@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, require_type
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CollectiveMismatchError
-from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.base import Array, CollectiveMismatchError, as_count, as_flag, require_type
+from mpishard.communication import CommunicationBackend
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
 from mpishard.testing.reductions import assert_same, expected_result, values
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.communication.contract.call import DTYPES
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication import DTYPES, ReductionOperation
 from mpishard.testing.reductions import even_sizes, operations
 
 SHARED_BYTES = 1 << 20

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_amount, as_count, as_integer, require_type
-from mpishard.nn.layers.initializers import parameter_generator
-from mpishard.nn.layers.layer import Context, GradientTargets, Layer
-from mpishard.sharding import ParameterTable
-from mpishard.sharding.table import nested
+from mpishard.base import as_amount, as_count, as_integer, require_type
+from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
+from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
 
 _Vector = np.ndarray[Any, Any]

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.call import DTYPES
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.base import Array
+from mpishard.communication import DTYPES, CommunicationBackend, ReductionOperation
 
 SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
 

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CollectiveMismatchError, PeerError
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.base import Array, CollectiveMismatchError, PeerError
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.testing.reductions import CommunicationChecks, assert_raises, assert_same
 
 MAX, AVERAGE = ReductionOperation.MAX, ReductionOperation.AVERAGE

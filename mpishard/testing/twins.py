@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CommunicationError
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.base import Array, CommunicationError
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.testing.reductions import (
     CommunicationChecks,
     assert_raises,

@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.base.arguments import as_count
-from mpishard.communication.threads.run import run_in_threads
+from mpishard.base import as_count
+from mpishard.communication import run_in_threads
 
 
 def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

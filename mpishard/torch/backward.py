@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CollectiveMismatchError, ShardingError
-from mpishard.communication import ReductionOperation
-from mpishard.communication.contract.status import called_as
-from mpishard.models.programs.placed_program import Arrivals
-from mpishard.models.stores.gradient_store import (
+from mpishard.base import Array, CollectiveMismatchError, ShardingError
+from mpishard.communication import ReductionOperation, called_as
+from mpishard.models import (
+    Arrivals,
     BackwardPass,
     GradientStore,
     ReplicatedGradients,
     ScatteredGradients,
 )
-from mpishard.observe.trace import span
+from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import batch_norm
 
-from mpishard.base.errors import ShardingError
+from mpishard.base import ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.torch.parameters import PlacedParameter, Uncopied
 

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import ShardingError
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.agreement import differences
+from mpishard.base import Array, ShardingError
+from mpishard.communication import CommunicationBackend, ReductionOperation, differences
 
 
 class Buffers:

@@ -12,8 +12,7 @@ import numpy as np
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from mpishard.base.arguments import as_count
-from mpishard.base.errors import ShardingError
+from mpishard.base import ShardingError, as_count
 from mpishard.communication import CommunicationBackend
 from mpishard.torch.world import current_world
 

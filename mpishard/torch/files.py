@@ -12,9 +12,7 @@ import numpy as np
 import torch
 
 from mpishard import checkpoint
-from mpishard.base import settings
-from mpishard.base.arguments import as_integer
-from mpishard.base.arrays import Array
+from mpishard.base import Array, as_integer, settings
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (

@@ -11,13 +11,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from mpishard.base.arrays import Array
-from mpishard.base.bfloat16 import BFLOAT16
-from mpishard.base.errors import CollectiveMismatchError, ShardingError
-from mpishard.communication import Work
-from mpishard.communication.contract.status import called_as
-from mpishard.models.stores.parameter_store import ShardedParameters
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.base import BFLOAT16, Array, CollectiveMismatchError, ShardingError
+from mpishard.communication import Work, called_as
+from mpishard.models import ShardedParameters
+from mpishard.observe import MemoryCategory
 from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter
 from mpishard.torch.placed import tensor_of
 

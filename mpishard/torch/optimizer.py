@@ -18,14 +18,18 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.base import settings
-from mpishard.base.errors import ShardingError
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import differences
-from mpishard.communication.contract.status import called_as
-from mpishard.observe.trace import span
-from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
-from mpishard.optimizers.rules.ranges import count_missed, missed_by
+from mpishard.base import ShardingError, settings
+from mpishard.communication import CommunicationBackend, called_as, differences
+from mpishard.observe import span
+from mpishard.optimizers import (
+    Constant,
+    Optimizer,
+    OwnedRange,
+    Segment,
+    UpdateContext,
+    count_missed,
+    missed_by,
+)
 from mpishard.torch.parameters import GradientPiece, Part, PlacedParameter
 from mpishard.torch.sharded import ShardedModule, module_of, part_of
 

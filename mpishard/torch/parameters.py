@@ -11,10 +11,9 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map_only
 
-from mpishard.base.errors import ShardingError
-from mpishard.base.layout import ShardLayout
-from mpishard.communication.contract.status import called_as
-from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.base import ShardingError, ShardLayout
+from mpishard.communication import called_as
+from mpishard.models import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
 
 native_gradient = torch.Tensor.grad

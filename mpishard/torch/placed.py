@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mpishard.base.arrays import Array
-from mpishard.base.bfloat16 import is_bfloat16
-from mpishard.base.errors import ShardingError
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.contract.status import called_as
+from mpishard.base import Array, ShardingError, is_bfloat16
+from mpishard.communication import CommunicationBackend, called_as
 from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
 from mpishard.torch.buffers import Buffers, is_plain, some

@@ -14,26 +14,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.base.arguments import as_count
-from mpishard.base.arrays import Array, reuse_freed_memory
-from mpishard.base.errors import ShardingError
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import differences
-from mpishard.communication.tracing.recorder import current_recorder
-from mpishard.models.engine.update import Policy
-from mpishard.models.programs.placed_program import units_of_modules, views_of_entries
-from mpishard.models.stores.gradient_store import ReplicatedGradients
-from mpishard.models.stores.parameter_store import ShardedParameters
-from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.models.stores.vector import ModelVector
-from mpishard.models.wrapper.held import compare_replicas
-from mpishard.models.wrapper.wrapping import (
+from mpishard.base import Array, ShardingError, as_count, reuse_freed_memory
+from mpishard.communication import CommunicationBackend, current_recorder, differences
+from mpishard.models import (
+    ModelVector,
+    Policy,
+    ReplicatedGradients,
+    ShardedParameters,
+    StoreLayout,
+    compare_replicas,
     make_gradient_store,
     make_mixed_store,
     make_parameter_store,
+    units_of_modules,
+    views_of_entries,
 )
-from mpishard.observe.ledger import MemoryLedger
-from mpishard.observe.trace import span, step_span
+from mpishard.observe import MemoryLedger, span, step_span
 from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.buffers import form_of

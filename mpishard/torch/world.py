@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from mpishard.base.errors import NotInitializedError
-from mpishard.communication import CommunicationBackend
+from mpishard.base import NotInitializedError
+from mpishard.communication import BackendName, CommunicationBackend, blas_threads, look_behind
 from mpishard.communication import init as init_backend
-from mpishard.communication.contract.status import look_behind
-from mpishard.communication.init import BackendName, blas_threads
 
 _log = logging.getLogger("mpishard")
 

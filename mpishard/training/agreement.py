@@ -8,19 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.callbacks.run import names_of
-from mpishard.communication.agreement import differences, same_outcome
+from mpishard.base import Array
+from mpishard.callbacks import names_of
+from mpishard.communication import differences, same_outcome
 from mpishard.contracts import ILossFunction
-from mpishard.data import count_samples, take
-from mpishard.data.batches import place_of
-from mpishard.models import ShardedModelBase
-from mpishard.models.programs.program import Program
-from mpishard.models.wrapper.wrapping import program_of
+from mpishard.data import count_samples, place_of, take
+from mpishard.models import Program, ShardedModelBase, program_of
 from mpishard.optimizers import ShardedOptimizerBase
-from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.configuration import shared_choices
-from mpishard.sharding.refusals import refuse_with_leaves
+from mpishard.sharding import ShardingConfiguration, refuse_with_leaves, shared_choices
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.saving import folder_of
 

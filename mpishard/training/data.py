@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from mpishard.base.arguments import (
+from mpishard.base import (
     as_amount,
     as_count,
     as_flag,
@@ -15,7 +15,7 @@ from mpishard.base.arguments import (
     require_attribute,
     require_type,
 )
-from mpishard.callbacks.run import check_callbacks
+from mpishard.callbacks import check_callbacks
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
 from mpishard.training.run_state import check_user_state

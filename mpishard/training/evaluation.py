@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, to_host
-from mpishard.base.layout import ShardLayout
+from mpishard.base import Array, ShardLayout, to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
-from mpishard.models import ShardedModelBase
-from mpishard.models.engine.evaluation import measured
-from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
-from mpishard.nn.targets import parts_of
+from mpishard.models import ShardedModelBase, measured
+from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, parts_of
 
 Moments = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 

@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.callbacks.run import Record, Run, names_of
-from mpishard.callbacks.stopping import EarlyStopping
-from mpishard.callbacks.writers import JSONLines, ProgressLine
-from mpishard.communication.agreement import same_outcome
+from mpishard.callbacks import EarlyStopping, JSONLines, ProgressLine, Record, Run, names_of
+from mpishard.communication import same_outcome
 from mpishard.contracts import IFeatureAware
 from mpishard.data import Batch, Batches
 from mpishard.models import ShardedModelBase
-from mpishard.nn.models.linear_models import LinearModel
-from mpishard.observe.metrics import MetricsWriter
+from mpishard.nn import LinearModel
+from mpishard.observe import MetricsWriter
 from mpishard.optimizers import ShardedOptimizerBase
-from mpishard.sharding.refusals import refuse_line_search
+from mpishard.sharding import refuse_line_search
 from mpishard.training.agreement import require_agreement
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.evaluation import DatasetResult, evaluate

@@ -17,21 +17,28 @@ from typing import Any
 import numpy as np
 
 from mpishard import checkpoint as checkpoints
-from mpishard.base.arguments import as_amount, as_count, nearest
-from mpishard.base.arrays import Array, array_namespace, as_array
-from mpishard.base.errors import NonFiniteLossError
-from mpishard.base.layout import LeafLayout
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.agreement import differences, same_outcome
-from mpishard.communication.init import init
+from mpishard.base import (
+    Array,
+    LeafLayout,
+    NonFiniteLossError,
+    array_namespace,
+    as_amount,
+    as_array,
+    as_count,
+    nearest,
+)
+from mpishard.communication import (
+    CommunicationBackend,
+    ReductionOperation,
+    differences,
+    init,
+    same_outcome,
+)
 from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
-from mpishard.models import ZeRO2Model
-from mpishard.models.engine.leaves import check_leaves
-from mpishard.optimizers.rules.lbfgs import LBFGS
-from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
-from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.refusals import refuse_with_leaves
+from mpishard.models import ZeRO2Model, check_leaves
+from mpishard.optimizers import LBFGS, ZeRO2Optimizer
+from mpishard.sharding import ShardingConfiguration, refuse_with_leaves
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.saving import RunCheckpoints, checkpoint_to_resume
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from mpishard.base.arguments import require_type
+from mpishard.base import require_type
 from mpishard.communication import InMemoryCommunicationBackend
-from mpishard.optimizers import DDPOptimizer, Optimizer
-from mpishard.optimizers.rules.plain import refuse_sharded
+from mpishard.optimizers import DDPOptimizer, Optimizer, refuse_sharded
 from mpishard.sharding import ShardingConfiguration
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.result import OptimizationResult

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.training.evaluation import DatasetResult
 
 _OVERFIT_GAP = 0.2  # of the training loss

@@ -9,15 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CheckpointError
-from mpishard.checkpoint import CheckpointState, Pieces
-from mpishard.checkpoint.exchange.plain import PlainModelFiles, choices_in
-from mpishard.checkpoint.format.content import check_keys
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import gather_texts, same_outcome
+from mpishard.base import Array, CheckpointError
+from mpishard.checkpoint import CheckpointState, Pieces, PlainModelFiles, check_keys, choices_in
+from mpishard.communication import CommunicationBackend, gather_texts, same_outcome
 from mpishard.models import ShardedModelBase
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.observe import MemoryCategory
 
 _ARRAY = "numpy array"
 

@@ -9,26 +9,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpishard.base import settings
-from mpishard.base.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
-from mpishard.callbacks.preemption import Preemption
-from mpishard.checkpoint import CheckpointFolder, CheckpointReader, StagingBuffer, newest_valid
-from mpishard.checkpoint.format.content import (
+from mpishard.base import CheckpointError, NonFiniteLossError, NoSampleError, Preempted, settings
+from mpishard.callbacks import Preemption
+from mpishard.checkpoint import (
     ANYTHING,
     COUNT,
+    MANIFEST,
     NUMBER,
     OBJECT,
     TEXT,
     CheckpointableOptimizer,
+    CheckpointFolder,
+    CheckpointReader,
     CheckpointState,
     Kind,
+    PendingSave,
+    StagingBuffer,
+    begin_save,
+    find_single,
+    newest_valid,
     require_form,
+    reserve,
 )
-from mpishard.checkpoint.format.manifest import MANIFEST
-from mpishard.checkpoint.loading.reader import find_single
-from mpishard.checkpoint.saving.save import PendingSave, begin_save, reserve
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import same_outcome, share_path
+from mpishard.communication import CommunicationBackend, same_outcome, share_path
 from mpishard.models import ShardedModelBase
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.run_state import BestParameters, UserState

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, check_path
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError, as_count, as_flag, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER, choices_in
 from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
 from mpishard.checkpoint.format import disk
@@ -22,8 +21,7 @@ from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import PARAMETERS, write_manifest
 from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
 from mpishard.checkpoint.saving.save import require_room
-from mpishard.sharding.regions import Region
-from mpishard.sharding.table import ParameterEntry
+from mpishard.sharding import ParameterEntry, Region
 
 MAXIMUM_SHARD_BYTES = 5 * 10**9
 """Default maximum of the bytes of tensors in one file of a sharded directory."""

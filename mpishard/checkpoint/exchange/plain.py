@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, copy_into, to_host
+from mpishard.base import Array, copy_into, to_host
 from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load

@@ -15,15 +15,13 @@ from typing import Any, TypeGuard
 import numpy as np
 import safetensors
 
-from mpishard.base.arguments import check_path
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER
 from mpishard.checkpoint.format.content import unspelled
 from mpishard.checkpoint.format.manifest import MOST_DIMS, PARAMETERS
 from mpishard.checkpoint.format.tensor_file import DTYPES_OF_FILES, LazyTensor
 from mpishard.checkpoint.loading.reader import CheckpointReader
-from mpishard.sharding.regions import Region
-from mpishard.sharding.table import ParameterEntry
+from mpishard.sharding import ParameterEntry, Region
 
 CHECKPOINT_HEADER = "mpishard.checkpoint"
 """Key of a checkpoint's kinds and metadata, as JSON, in a file's metadata."""

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.sharding.regions import Region
-from mpishard.sharding.table import ParameterEntry
+from mpishard.base import Array
+from mpishard.communication import CommunicationBackend
+from mpishard.sharding import ParameterEntry, Region
 
 _SPELLING = "$float"  # Only key of an object that represents one of the _NUMBERS.
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

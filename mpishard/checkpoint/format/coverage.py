@@ -7,8 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from mpishard.base.errors import CheckpointError
-from mpishard.sharding.regions import (
+from mpishard.base import CheckpointError
+from mpishard.sharding import (
     Box,
     Region,
     blocks_of,

@@ -9,8 +9,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpishard.base.arguments import as_count, as_integer, check_path
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError, as_count, as_integer, check_path
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
 

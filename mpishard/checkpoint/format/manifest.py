@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
@@ -25,9 +25,8 @@ from mpishard.checkpoint.format.content import (
 )
 from mpishard.checkpoint.format.coverage import check_coverage
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
-from mpishard.communication.contract.call import DTYPES
-from mpishard.sharding.regions import Region
-from mpishard.sharding.table import ParameterEntry
+from mpishard.communication import DTYPES
+from mpishard.sharding import ParameterEntry, Region
 
 MANIFEST = "manifest.json"
 """Name of the file in a checkpoint's directory that is written last."""

@@ -24,10 +24,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mpishard.base.arguments import check_name
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError, check_name
 from mpishard.checkpoint.format import disk
-from mpishard.sharding.regions import Region
+from mpishard.sharding import Region
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a block of a file. Each block has a checksum, and the last may be shorter."""

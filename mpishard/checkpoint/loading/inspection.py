@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
 from mpishard.checkpoint.format.tensor_file import FileRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
 
 _READ_BYTES = 1 << 18  # Bytes per read, which fit in the L2 cache.

@@ -11,15 +11,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base.arguments import check_path
-from mpishard.base.arrays import Array, array_namespace
-from mpishard.base.errors import CheckpointError
+from mpishard.base import Array, CheckpointError, array_namespace, check_path
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
 from mpishard.checkpoint.loading.mapped_file import MappedFile
-from mpishard.sharding.regions import (
+from mpishard.sharding import (
     Box,
+    ParameterEntry,
     Region,
     blocks_of,
     box_shape,
@@ -27,7 +26,6 @@ from mpishard.sharding.regions import (
     join_dims,
     shared_box,
 )
-from mpishard.sharding.table import ParameterEntry
 
 _BLOCK = 1 << 22  # Number of elements that are copied at a time.
 

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpishard.base.arguments import check_path
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CheckpointError
+from mpishard.base import Array, CheckpointError, check_path
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -29,8 +27,14 @@ from mpishard.checkpoint.format.content import (
 )
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.loading.reader import CheckpointReader, Overlap, find_single
-from mpishard.communication.agreement import agree, all_texts, path_from, path_text, same_outcome
-from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication import (
+    CommunicationBackend,
+    agree,
+    all_texts,
+    path_from,
+    path_text,
+    same_outcome,
+)
 
 T = TypeVar("T")
 

@@ -20,9 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, check_path, require_type
-from mpishard.base.arrays import to_host
-from mpishard.base.errors import CheckpointError
+from mpishard.base import CheckpointError, as_count, check_path, require_type, to_host
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     Checkpointable,
@@ -38,7 +36,8 @@ from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import write_manifest
 from mpishard.checkpoint.format.tensor_file import RankFile
 from mpishard.checkpoint.saving.staging import StagingBuffer, aligned
-from mpishard.communication.agreement import (
+from mpishard.communication import (
+    CommunicationBackend,
     GatheredTexts,
     agree,
     all_texts,
@@ -46,9 +45,7 @@ from mpishard.communication.agreement import (
     path_text,
     same_outcome,
 )
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.sharding.regions import Region
-from mpishard.sharding.table import ParameterEntry
+from mpishard.sharding import ParameterEntry, Region
 
 # Seconds between two collectives of ranks that wait for a slow disk. This is far below the time
 # limit of a collective, and long enough that the cost does not matter.

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import address
-from mpishard.base.compilation import compile_loop, numba_module
+from mpishard.base import address, compile_loop, numba_module
 
 _ALIGNMENT = 64  # Alignment of copies in the buffer, in bytes: a cache line.
 _lock = threading.Lock()

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.table import Table
 
-from mpishard.base.layout import ShardLayout
+from mpishard.base import ShardLayout
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
-from mpishard.communication import CommunicationBackend, MPICommunicationBackend
-from mpishard.communication.mpi.library import load_mpi
+from mpishard.communication import CommunicationBackend, MPICommunicationBackend, load_mpi
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")

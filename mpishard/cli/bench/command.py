@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.main import get_command
 
-from mpishard.base.errors import MPIUnavailableError
+from mpishard.base import MPIUnavailableError
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, StepBenchmark
 from mpishard.cli.outputs import check_output, check_png, write_json

@@ -16,8 +16,7 @@ from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
-from mpishard.optimizers import AdamW
-from mpishard.optimizers.rules.compiled import uses_numba
+from mpishard.optimizers import AdamW, uses_numba
 from mpishard.sharding import ShardingConfiguration
 
 ALONE = "alone"

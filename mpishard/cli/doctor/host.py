@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mpishard
-from mpishard.base import settings
-from mpishard.base.blas import better_kernel
-from mpishard.base.onednn import WHEEL, processor_has_unit
+from mpishard.base import WHEEL, better_kernel, processor_has_unit, settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
 from mpishard.cli.probe import Answer, ask, python_command

@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.devices import load_cupy
+from mpishard.base import load_cupy, settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import open_processes
 from mpishard.cli.doctor.mpi import why_it_failed
 from mpishard.cli.probe import answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIInstallation
 from mpishard.cli.wording import bytes_text, counted
-from mpishard.communication import CommunicationBackend, init
-from mpishard.communication.mpi.library import load_mpi
+from mpishard.communication import CommunicationBackend, init, load_mpi
 
 _SIZES = (8, 2**20, 64 * 2**20)
 """Sizes of the arrays that are all-reduced, in bytes: each travels in another way."""

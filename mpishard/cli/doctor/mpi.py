@@ -17,7 +17,7 @@ from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder
 from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer, ask
 from mpishard.cli.run.launcher import MPIFamily, MPIInstallation, launcher_family
-from mpishard.communication.mpi.library import launcher_name
+from mpishard.communication import launcher_name
 
 
 class Cause(NamedTuple):

@@ -14,9 +14,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from mpishard.base import settings
-from mpishard.base.blas import better_kernel, loaded_kernel
-from mpishard.base.errors import MPIUnavailableError
+from mpishard.base import MPIUnavailableError, better_kernel, loaded_kernel, settings
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
 from mpishard.cli.run.job_report import Outcome

@@ -12,8 +12,7 @@ from typing import Any
 from mpishard.base import settings
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
-from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.status import RankState
+from mpishard.communication import RankState, who
 
 _HINTS = {
     signal.SIGKILL: "; out of memory?",

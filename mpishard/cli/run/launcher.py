@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from mpishard.base import settings
-from mpishard.base.errors import MPIUnavailableError
+from mpishard.base import MPIUnavailableError, settings
 from mpishard.cli.probe import ask, python_command
 
 _PROBE_SECONDS = 60.0

@@ -13,7 +13,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Self
 
-from mpishard.communication.contract.status import RankRecord, RankState, records_in
+from mpishard.communication import RankRecord, RankState, records_in
 
 CALLS = "calls"
 """Subfolder of the call logs that the ranks write."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mpishard.communication.contract.status import RankRecord
+from mpishard.communication import RankRecord
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
 

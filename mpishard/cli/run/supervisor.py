@@ -27,9 +27,7 @@ from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_w
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.shared_memory import remove_shared_memory
 from mpishard.cli.wording import counted, say
-from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.status import PAGE_BYTES, RankState, records_in
-from mpishard.communication.failure.abort import UNSAID
+from mpishard.communication import PAGE_BYTES, UNSAID, RankState, records_in, who
 
 _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""

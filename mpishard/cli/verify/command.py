@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_positive
+from mpishard.base import as_positive, settings
 from mpishard.cli.run.job import Job
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
@@ -20,7 +19,7 @@ from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
 from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import SIZES
 from mpishard.cli.wording import check_start, choice, counted, refuse, refusing, say
-from mpishard.communication.mesh import mesh_sizes
+from mpishard.communication import mesh_sizes
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 
 _STRATEGIES = [s.value for s in DistributedStrategy if s is not DistributedStrategy.NONE]

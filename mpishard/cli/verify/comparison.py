@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from rich.table import Column, Table
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.cli.wording import counted
-from mpishard.communication.contract.matching import who
+from mpishard.communication import who
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpishard.base.arrays import Array, to_host
+from mpishard.base import Array, to_host
 from mpishard.cli.verify.problem import SIZES, Problem
-from mpishard.communication.mesh import AXES
+from mpishard.communication import AXES
 from mpishard.data import take
 from mpishard.distributed import STRATEGY_OPTIONS
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, nearest
+from mpishard.base import as_count, nearest
 from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel
 from mpishard.data import check_dataset
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
-from mpishard.models.strategies.mesh_options import checked_mesh_options
+from mpishard.models import checked_mesh_options
 from mpishard.optimizers import (
     LAMB,
     LBFGS,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.bfloat16 import UNIT_ROUNDOFF
+from mpishard.base import UNIT_ROUNDOFF, Array
 from mpishard.cli.verify.comparison import Comparison, default_tolerance, relative_error
 from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import Problem, build_problem, load_factory

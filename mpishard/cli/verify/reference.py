@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import Problem, TargetError, build_problem, load_factory
 from mpishard.cli.verify.textbook import Textbook

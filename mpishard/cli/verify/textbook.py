@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.cli.verify.problem import TargetError
-from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, Lion, RMSprop
-from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
+from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, Lion, RMSprop, StrongWolfe
 from mpishard.sharding import ParameterEntry
 
 _LONGEST = 1e10  # of all steps of a line search

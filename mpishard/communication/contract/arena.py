@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, address
-from mpishard.base.errors import OutMismatchError
+from mpishard.base import Array, OutMismatchError, address
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 

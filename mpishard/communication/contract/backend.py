@@ -16,11 +16,22 @@ from typing import Any, Literal, NoReturn, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count, as_flag, as_index, as_integer
-from mpishard.base.arrays import Array, address, array_namespace, copy_into, is_device_array
-from mpishard.base.errors import CommunicationError, MpishardError, NotInitializedError
-from mpishard.base.logs import set_up_logging
+from mpishard.base import (
+    Array,
+    CommunicationError,
+    MpishardError,
+    NotInitializedError,
+    address,
+    array_namespace,
+    as_count,
+    as_flag,
+    as_index,
+    as_integer,
+    copy_into,
+    is_device_array,
+    set_up_logging,
+    settings,
+)
 from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
     DTYPES,

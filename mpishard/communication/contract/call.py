@@ -20,11 +20,16 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_flag, as_index, as_integer
-from mpishard.base.arrays import Array, array_namespace
-from mpishard.base.errors import CommunicationError
-from mpishard.base.layout import even_sizes
+from mpishard.base import (
+    Array,
+    CommunicationError,
+    array_namespace,
+    as_flag,
+    as_index,
+    as_integer,
+    even_sizes,
+    settings,
+)
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(

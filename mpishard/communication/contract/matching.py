@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from mpishard.base.errors import CollectiveMismatchError, OutMismatchError
+from mpishard.base import CollectiveMismatchError, OutMismatchError
 from mpishard.communication.contract.call import GROUP_BYTES, Call, Kind, of_group
 from mpishard.communication.contract.status import RankRecord
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, chunk_length
+from mpishard.base import Array, array_namespace, chunk_length
 
 
 class ReductionOperation(IntEnum):

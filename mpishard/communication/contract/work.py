@@ -16,8 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import CommunicationError, MpishardError
+from mpishard.base import Array, CommunicationError, MpishardError
 from mpishard.communication.contract.call import Call, MessageWait, Traffic
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.subject import Subjects

@@ -16,8 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mpishard.base import settings
-from mpishard.base.errors import PeerError
+from mpishard.base import PeerError, settings
 from mpishard.communication.contract.status import (
     RankRecord,
     RankState,

@@ -26,8 +26,7 @@ from contextlib import suppress
 from traceback import walk_stack
 from types import TracebackType
 
-from mpishard.base import settings
-from mpishard.base.errors import MPIUnavailableError
+from mpishard.base import MPIUnavailableError, settings
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import MessageWait
 from mpishard.communication.contract.matching import who

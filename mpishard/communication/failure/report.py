@@ -10,14 +10,14 @@ from traceback import FrameSummary
 from types import FrameType
 from typing import Any, Literal
 
-from mpishard.base import settings
-from mpishard.base.errors import (
+from mpishard.base import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     MpishardError,
     NonFiniteLossError,
     NoSampleError,
     PeerError,
+    settings,
 )
 from mpishard.communication.contract.status import PACKAGE
 

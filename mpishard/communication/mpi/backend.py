@@ -15,10 +15,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arguments import require_type
-from mpishard.base.arrays import Array, is_device_array, to_device
-from mpishard.base.errors import CommunicationError, PeerError
+from mpishard.base import (
+    Array,
+    CommunicationError,
+    PeerError,
+    is_device_array,
+    require_type,
+    settings,
+    to_device,
+)
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff

@@ -22,10 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arrays import Array, address, array_namespace, is_device_array
-from mpishard.base.errors import CollectiveMismatchError
-from mpishard.base.layout import ShardLayout, even_sizes
+from mpishard.base import (
+    Array,
+    CollectiveMismatchError,
+    ShardLayout,
+    address,
+    array_namespace,
+    even_sizes,
+    is_device_array,
+    settings,
+)
 from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call

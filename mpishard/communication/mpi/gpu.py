@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arrays import Array, copy_into, is_device_array, synchronize
-from mpishard.base.devices import Device
+from mpishard.base import Array, Device, copy_into, is_device_array, settings, synchronize
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import INLINE_BYTES

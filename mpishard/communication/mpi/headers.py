@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, is_device_array
+from mpishard.base import Array, is_device_array
 from mpishard.communication.contract.arena import NOWHERE, Places
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable

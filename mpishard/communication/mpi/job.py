@@ -11,9 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mpishard.base import settings
-from mpishard.base.errors import CollectiveMismatchError, CommunicationError, PeerError
-from mpishard.base.layout import ShardLayout
+from mpishard.base import (
+    CollectiveMismatchError,
+    CommunicationError,
+    PeerError,
+    ShardLayout,
+    settings,
+)
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mpishard.base import settings
-from mpishard.base.errors import MPIUnavailableError
+from mpishard.base import MPIUnavailableError, settings
 from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog

@@ -16,9 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arrays import Array, array_namespace, is_device_array, synchronize, to_host
-from mpishard.base.layout import ShardLayout
+from mpishard.base import (
+    Array,
+    ShardLayout,
+    array_namespace,
+    is_device_array,
+    settings,
+    synchronize,
+    to_host,
+)
 from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable

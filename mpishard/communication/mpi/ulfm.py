@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.errors import MPIUnavailableError, PeerError
+from mpishard.base import MPIUnavailableError, PeerError, settings
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 

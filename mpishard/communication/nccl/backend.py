@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
-from mpishard.base.arrays import Array, is_device_array
-from mpishard.base.devices import Device
+from mpishard.base import Array, Device, is_device_array
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.work import Steps, Work
 from mpishard.communication.failure.report import OnFailure

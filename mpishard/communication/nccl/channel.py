@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, address, array_namespace, copy_into, is_device_array
-from mpishard.base.devices import load_cupy
+from mpishard.base import Array, address, array_namespace, copy_into, is_device_array, load_cupy
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group

@@ -6,8 +6,14 @@ import math
 
 import numpy as np
 
-from mpishard.base.arrays import Array, address, array_namespace, copy_into, is_device_array
-from mpishard.base.errors import CollectiveMismatchError
+from mpishard.base import (
+    Array,
+    CollectiveMismatchError,
+    address,
+    array_namespace,
+    copy_into,
+    is_device_array,
+)
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.matching import who

@@ -18,10 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arrays import address
-from mpishard.base.devices import Device, load_cupy
-from mpishard.base.errors import CommunicationError, DeviceUnavailableError
+from mpishard.base import (
+    CommunicationError,
+    Device,
+    DeviceUnavailableError,
+    address,
+    load_cupy,
+    settings,
+)
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.group import Group

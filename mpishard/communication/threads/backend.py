@@ -12,19 +12,24 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count, as_index, as_number, require_type
-from mpishard.base.arrays import (
+from mpishard.base import (
     Array,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerError,
+    ShardLayout,
     address,
     array_namespace,
+    as_count,
+    as_index,
+    as_number,
     beside,
     copy_into,
     is_device_array,
+    require_type,
+    settings,
     synchronize,
 )
-from mpishard.base.errors import CollectiveTimeoutError, CommunicationError, PeerError
-from mpishard.base.layout import ShardLayout
 from mpishard.communication.contract.arena import NOWHERE, anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, place_after, refuse_other_message

@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 
 import threadpoolctl
 
-from mpishard.base import settings
-from mpishard.base.arguments import as_count
-from mpishard.base.errors import NotInitializedError, PeerError
+from mpishard.base import NotInitializedError, PeerError, as_count, settings
 from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK

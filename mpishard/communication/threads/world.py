@@ -14,10 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpishard.base import settings
-from mpishard.base.arrays import Array, beside, synchronize
-from mpishard.base.errors import CollectiveTimeoutError, CommunicationError, PeerError
-from mpishard.base.layout import ShardLayout
+from mpishard.base import (
+    Array,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerError,
+    ShardLayout,
+    beside,
+    settings,
+    synchronize,
+)
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.contract.status import RankRecord, StatusPage

@@ -31,8 +31,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arrays import Array
+from mpishard.base import Array, settings
 
 _log = logging.getLogger("mpishard")
 

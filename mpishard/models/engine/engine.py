@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from mpishard.base.arrays import Array, read_numbers
+from mpishard.base import Array, read_numbers
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.passes import OwnPasses, Passes, Reduced
@@ -22,10 +22,8 @@ from mpishard.models.stores.norm import squared_norm
 from mpishard.models.stores.offload import UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.nn.layers.cache import KeyValueCache
-from mpishard.nn.layers.layer import Context
-from mpishard.observe import span, step_span
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.nn import Context, KeyValueCache
+from mpishard.observe import MemoryCategory, span, step_span
 from mpishard.sharding import Piece, ShardingConfiguration
 
 

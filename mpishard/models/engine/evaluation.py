@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, read_numbers
-from mpishard.base.errors import NoSampleError
+from mpishard.base import Array, NoSampleError, array_namespace, read_numbers
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.engine import Engine
 from mpishard.models.programs.program import Batch
 from mpishard.models.stores.gradient_store import BackwardPass, ReplicatedGradients
-from mpishard.nn.layers.layer import Context
+from mpishard.nn import Context
 
 
 def local_gradient(

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, block_squares, read_numbers
-from mpishard.base.layout import LeafLayout, ShardLayout
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.agreement import differences
-from mpishard.communication.contract.reduction import TreeReducer
+from mpishard.base import Array, LeafLayout, ShardLayout, block_squares, read_numbers
+from mpishard.communication import (
+    CommunicationBackend,
+    ReductionOperation,
+    TreeReducer,
+    differences,
+)
 from mpishard.models.engine.passes import Passes, Reduced
 from mpishard.models.engine.update import UpdatePieces
 from mpishard.models.programs.program import Program
@@ -34,15 +36,15 @@ from mpishard.models.stores.gradient_store import (
     WrappedGradients,
 )
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.observe import MemoryCategory
 from mpishard.sharding import (
     Piece,
     ShardingConfiguration,
     cut_at_cells,
     numerics_fingerprint,
+    refuse_with_leaves,
     reproducing_worlds,
 )
-from mpishard.sharding.refusals import refuse_with_leaves
 
 if TYPE_CHECKING:
     from mpishard.models.engine.engine import Engine

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpishard.base.arrays import Array, read_numbers
-from mpishard.base.errors import NoSampleError
+from mpishard.base import Array, NoSampleError, read_numbers
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
     BackwardPass,

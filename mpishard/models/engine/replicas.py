@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base.errors import ShardingError
+from mpishard.base import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.program import Replica
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.sharding.refusals import refuse_several_replicas, refuse_updates_alone
+from mpishard.sharding import refuse_several_replicas, refuse_updates_alone
 
 
 class Replicas:

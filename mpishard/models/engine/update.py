@@ -12,11 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, chunk_length, read_numbers
-from mpishard.base.errors import NonFiniteLossError, ShardingError
-from mpishard.base.layout import ShardLayout
-from mpishard.callbacks.run import Wishes
-from mpishard.communication.agreement import differences
+from mpishard.base import (
+    Array,
+    NonFiniteLossError,
+    ShardingError,
+    ShardLayout,
+    chunk_length,
+    read_numbers,
+)
+from mpishard.callbacks import Wishes
+from mpishard.communication import differences
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, ShardingConfiguration, pieces_within

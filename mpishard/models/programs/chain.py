@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.device_passes import products_in
-from mpishard.nn.layers.layer import Context, GradientTargets, Layer
+from mpishard.nn import Context, GradientTargets, Layer, products_in
 from mpishard.sharding import ParameterEntry, Unit, nested_views, unit_at
 
 Reduce = Callable[[Unit], None]

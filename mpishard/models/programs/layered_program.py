@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, require_plain, to_host
-from mpishard.base.bfloat16 import rounded, widened
-from mpishard.base.devices import HOST
-from mpishard.base.errors import MissingLossError
-from mpishard.checkpoint.exchange.plain import PlainModelFiles
+from mpishard.base import HOST, Array, MissingLossError, require_plain, rounded, to_host, widened
+from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.data import Samples, map_arrays
@@ -20,9 +17,7 @@ from mpishard.models.programs.program import Batch, Program, Replica, unread_los
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn.checks import read_together
-from mpishard.nn.layers.cache import KeyValueCache
-from mpishard.nn.layers.layer import Context, Layer
+from mpishard.nn import Context, KeyValueCache, Layer, read_together
 from mpishard.sharding import Placement, ShardingConfiguration, build_units
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.bfloat16 import BFLOAT16
-from mpishard.base.layout import ShardLayout
+from mpishard.base import BFLOAT16, Array, ShardLayout
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel
 from mpishard.models.programs.chain import LayerChain
@@ -21,14 +19,13 @@ from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import MeshVector, ModelVector
-from mpishard.nn.layers.cache import KeyValueCache
-from mpishard.nn.layers.layer import Context
+from mpishard.nn import Context, KeyValueCache
 from mpishard.pipeline import (
+    IPipelineStage,
     PipelineExecutor,
     PipelineRecord,
+    most_saved,
 )
-from mpishard.pipeline.executor import IPipelineStage
-from mpishard.pipeline.operations import most_saved
 from mpishard.sharding import ShardingConfiguration, Unit
 from mpishard.tensor import DimSplit, parallel_loss
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import to_host
-from mpishard.base.errors import ShardingError
+from mpishard.base import ShardingError, to_host
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.data import Samples
 from mpishard.models.programs.program import Replica

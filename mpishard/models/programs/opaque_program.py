@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from mpishard.base.arguments import adapter_hint, as_loss, name_of
-from mpishard.base.arrays import Array, array_namespace, as_array, beside, copy_into, require_plain
-from mpishard.base.devices import Device
-from mpishard.base.errors import MissingMemberError
+from mpishard.base import (
+    Array,
+    Device,
+    MissingMemberError,
+    adapter_hint,
+    array_namespace,
+    as_array,
+    as_loss,
+    beside,
+    copy_into,
+    name_of,
+    require_plain,
+)
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.programs.program import Batch, Replica, WholeProgram

@@ -9,8 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import MissingLossError, MissingMemberError, ShardingError
+from mpishard.base import Array, MissingLossError, MissingMemberError, ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.programs.program import Batch, Replica, WholeProgram

@@ -10,18 +10,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base.arguments import as_loss
-from mpishard.base.arrays import Array, beside, lies_on_device, read_numbers, require_plain
-from mpishard.base.devices import HOST, Device
-from mpishard.base.errors import MissingMemberError
+from mpishard.base import (
+    HOST,
+    Array,
+    Device,
+    MissingMemberError,
+    as_loss,
+    beside,
+    lies_on_device,
+    read_numbers,
+    require_plain,
+)
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILossFunction
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn.layers.cache import KeyValueCache
-from mpishard.nn.layers.layer import Context
+from mpishard.nn import Context, KeyValueCache
 from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 

@@ -11,11 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, chunk_length, to_host
-from mpishard.base.layout import ShardLayout
+from mpishard.base import Array, ShardLayout, array_namespace, chunk_length, to_host
 from mpishard.communication import Arena, Work
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.observe import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
 ACCUMULATION = np.dtype(np.float32)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpishard.base.arrays import (
+from mpishard.base import (
     Array,
+    Kernel,
     array_namespace,
     chunk_length,
     is_device_array,
     lie_end_to_end,
     stretched,
 )
-from mpishard.base.kernels import Kernel
 
 _PER_THREAD = 16  # Elements of a thread; fewer threads would leave a large GPU idle.
 

@@ -9,8 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mpishard.base.arrays import Array, copy_into, is_device_array, synchronize, to_host
-from mpishard.base.devices import Device
+from mpishard.base import Array, Device, copy_into, is_device_array, synchronize, to_host
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     ReplicatedGradients,
@@ -18,7 +17,7 @@ from mpishard.models.stores.gradient_store import (
 )
 from mpishard.models.stores.parameter_store import ParameterStore, UnitBuffers
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.observe import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit
 
 _log = logging.getLogger("mpishard")

@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpishard.base.arrays import Array, copy_into
-from mpishard.base.bfloat16 import round_into
-from mpishard.base.layout import ShardLayout
+from mpishard.base import Array, ShardLayout, copy_into, round_into
 from mpishard.communication import Work
 from mpishard.models.stores.store_layout import StoreLayout, aligned
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.observe import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
 

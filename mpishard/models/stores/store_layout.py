@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base.arrays import Array
-from mpishard.base.devices import HOST, Device
-from mpishard.base.layout import ShardLayout
-from mpishard.communication import Arena, CommunicationBackend
-from mpishard.communication.contract.subject import unit_subject
-from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.base import HOST, Array, Device, ShardLayout
+from mpishard.communication import Arena, CommunicationBackend, unit_subject
+from mpishard.observe import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
 
 _LINE_BYTES = 64

@@ -8,9 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from mpishard.base.arrays import Array, copy_into
-from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.communication.agreement import all_texts
+from mpishard.base import Array, copy_into
+from mpishard.communication import CommunicationBackend, ProcessMesh, all_texts
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at

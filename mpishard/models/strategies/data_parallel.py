@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.errors import ShardingError
+from mpishard.base import Array, ShardingError
 from mpishard.contracts import ModelMetadata
 from mpishard.models.engine.update import Policy, Update
 from mpishard.models.wrapper.base import ShardedModelBase

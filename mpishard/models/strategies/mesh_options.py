@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, as_integer
-from mpishard.communication.mesh import mesh_order, mesh_sizes
+from mpishard.base import as_count, as_flag, as_integer
+from mpishard.communication import mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.stage_layout import MeshChoices
@@ -21,8 +21,7 @@ from mpishard.pipeline import (
     IPipelineSchedule,
     schedule_by_name,
 )
-from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.refusals import refuse_several_replicas
+from mpishard.sharding import ShardingConfiguration, refuse_several_replicas
 from mpishard.tensor import SplitKind, partition_chain
 
 DATA_POLICIES: dict[str, Policy] = {

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.communication import ProcessMesh
-from mpishard.communication.mesh import AXES
+from mpishard.communication import AXES, ProcessMesh
 from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.engine.leaves import check_leaves
 from mpishard.models.engine.update import Policy
@@ -36,8 +35,12 @@ from mpishard.pipeline import (
     RecomputeStrategy,
     partition_layers,
 )
-from mpishard.sharding import Placement, ShardingConfiguration
-from mpishard.sharding.refusals import refuse_for_model, refuse_updates_alone
+from mpishard.sharding import (
+    Placement,
+    ShardingConfiguration,
+    refuse_for_model,
+    refuse_updates_alone,
+)
 from mpishard.tensor import check_sequence
 
 _log = logging.getLogger("mpishard")

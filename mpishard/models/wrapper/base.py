@@ -14,10 +14,16 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.base.arguments import as_flag, as_integer, as_number, require_type
-from mpishard.base.arrays import Array
-from mpishard.base.errors import MissingMemberError, ShardingError
-from mpishard.base.layout import LeafLayout
+from mpishard.base import (
+    Array,
+    LeafLayout,
+    MissingMemberError,
+    ShardingError,
+    as_flag,
+    as_integer,
+    as_number,
+    require_type,
+)
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
     DynamicShapeInfo,
@@ -56,10 +62,9 @@ from mpishard.models.wrapper.wrapping import (
     say_what_is_slow,
     take_ownership,
 )
-from mpishard.nn.models.linear_models import LinearModel
-from mpishard.observe.ledger import MemoryLedger
-from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
-from mpishard.sharding.refusals import refuse_with_leaves
+from mpishard.nn import LinearModel
+from mpishard.observe import MemoryLedger
+from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit, refuse_with_leaves
 
 _log = logging.getLogger("mpishard")
 

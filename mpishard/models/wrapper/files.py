@@ -10,17 +10,22 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpishard import checkpoint
-from mpishard.base.arrays import Array, to_host
-from mpishard.checkpoint.exchange.plain import (
+from mpishard.base import Array, to_host
+from mpishard.checkpoint import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    Form,
+    Kind,
     PlainModelFiles,
     choices_in,
     choices_of,
     named_bytes,
     packed_vector,
+    require_form,
+    tensors_of,
 )
-from mpishard.checkpoint.format.content import COUNT, NUMBER, TEXT, Form, Kind, require_form
-from mpishard.checkpoint.format.tensor_file import tensors_of
-from mpishard.communication.agreement import same_outcome
+from mpishard.communication import same_outcome
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.leaves import NUMERICS

@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, copy_into, to_host
-from mpishard.base.errors import ReplicaError
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import all_texts, same_outcome
-from mpishard.communication.contract.matching import who
+from mpishard.base import Array, ReplicaError, array_namespace, copy_into, to_host
+from mpishard.communication import CommunicationBackend, all_texts, same_outcome, who
 from mpishard.models.engine.engine import Engine
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.sharding import Piece, Placement
-from mpishard.sharding.regions import Region
+from mpishard.sharding import Piece, Placement, Region
 
 _KEY_BYTES = 8
 _MOST_SHOWN = 4

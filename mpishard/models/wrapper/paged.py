@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapped import require_alike
-from mpishard.nn import GPT, KeyValueCache
-from mpishard.nn.models.gpt import check_drawing, checked_prompt, draw
+from mpishard.nn import GPT, KeyValueCache, check_drawing, checked_prompt, draw
 
 
 class PagedModel:

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, to_host
-from mpishard.base.errors import MissingInterfaceError, MissingMemberError
-from mpishard.communication import CommunicationBackend
-from mpishard.communication.agreement import gather_texts, share_text
+from mpishard.base import Array, MissingInterfaceError, MissingMemberError, array_namespace, to_host
+from mpishard.communication import CommunicationBackend, gather_texts, share_text
 from mpishard.contracts import IFeatureImportance, ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import reuse_freed_memory
-from mpishard.base.bfloat16 import BFLOAT16
-from mpishard.base.compilation import numba_module
-from mpishard.base.devices import HOST
-from mpishard.base.errors import ShardingError
-from mpishard.base.onednn import library, reason_for_none
-from mpishard.communication.agreement import differences
+from mpishard.base import (
+    BFLOAT16,
+    HOST,
+    ShardingError,
+    library,
+    numba_module,
+    reason_for_none,
+    reuse_freed_memory,
+)
+from mpishard.communication import differences
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.leaves import GradientLeaves, LeafGradients, LeafPasses
@@ -43,12 +46,9 @@ from mpishard.models.stores.parameter_store import (
     ShardedParameters,
 )
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.nn.layers.layer import Layer
-from mpishard.nn.layers.products import products_per_second
-from mpishard.observe.ledger import MemoryLedger
-from mpishard.sharding import ShardingConfiguration, first_names
-from mpishard.sharding.configuration import shared_choices
-from mpishard.sharding.refusals import refuse_for_model
+from mpishard.nn import Layer, products_per_second
+from mpishard.observe import MemoryLedger
+from mpishard.sharding import ShardingConfiguration, first_names, refuse_for_model, shared_choices
 
 _log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base import NAMESPACES, Array
 from mpishard.nn.device_passes.text import elementwise
 
 _GELU = r"""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.kernels import Kernel
+from mpishard.base import NAMESPACES, Array, Kernel
 from mpishard.nn.device_passes.text import elementwise
 
 # Philox4x64-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A thread

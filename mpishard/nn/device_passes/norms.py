@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.kernels import Kernel
+from mpishard.base import NAMESPACES, Array, Kernel
 from mpishard.nn.device_passes.text import over_rows
 
 _MOST_GRADIENT_BLOCKS = 512  # Each block of a norm's backward pass sums the gradients of its rows.

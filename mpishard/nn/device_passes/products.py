@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.kernels import Kernel
+from mpishard.base import NAMESPACES, Array, Kernel
 
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads both on the host.

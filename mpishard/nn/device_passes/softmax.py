@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base import NAMESPACES, Array
 from mpishard.nn.device_passes.norms import column_sums
 from mpishard.nn.device_passes.text import over_rows
 from mpishard.nn.device_passes.tokens import int64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from mpishard.base.kernels import Kernel
+from mpishard.base import Kernel
 
 SUMS = r"""
 #define EVERY_LANE 0xffffffffu

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.kernels import Kernel
+from mpishard.base import NAMESPACES, Array, Kernel
 from mpishard.nn.device_passes.text import SUMS, elementwise
 
 # A token outside of the table gives NaN: the host would have to wait to refuse it.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 
 Shape = tuple[int | None, ...]
 _Pair = tuple[int, int]

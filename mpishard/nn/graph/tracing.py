@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.contracts import DynamicShapeInfo
 from mpishard.nn.graph.primitives import PRIMITIVES, Shape
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh
@@ -20,8 +20,7 @@ from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.layers.layer import Context, Layer
 from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
-from mpishard.sharding import ParameterTable
-from mpishard.sharding.table import nested
+from mpishard.sharding import ParameterTable, nested
 
 
 # Nodes are compared by identity, because they are keys of dicts and their attributes have arrays.

@@ -9,8 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import NAMESPACES, Array, chunks, is_device_array
-from mpishard.base.bfloat16 import BFLOAT16, is_bfloat16, scratch, store, wide
+from mpishard.base import (
+    BFLOAT16,
+    NAMESPACES,
+    Array,
+    chunks,
+    is_bfloat16,
+    is_device_array,
+    scratch,
+    store,
+    wide,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters

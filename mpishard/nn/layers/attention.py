@@ -13,9 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_flag, check_divides, check_sizes
-from mpishard.base.arrays import NAMESPACES, Array, chunk_length, device_bytes, is_device_array
-from mpishard.base.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    as_flag,
+    check_divides,
+    check_sizes,
+    chunk_length,
+    device_bytes,
+    is_bfloat16,
+    is_device_array,
+    rounded,
+    scratch,
+    store,
+    wide,
+    wide_dtype,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters

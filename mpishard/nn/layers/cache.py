@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mpishard.base.arguments import check_sizes
-from mpishard.base.arrays import NAMESPACES, Array
+from mpishard.base import NAMESPACES, Array, check_sizes
 
 _Slots = slice | np.ndarray
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from mpishard.base.arguments import require_type
-from mpishard.base.arrays import Array
+from mpishard.base import Array, require_type
 from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
 from mpishard.nn.passes import added

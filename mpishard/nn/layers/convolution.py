@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base.arguments import as_flag, check_sizes, is_size
-from mpishard.base.arrays import NAMESPACES, Array, chunk_length, chunks
-from mpishard.base.bfloat16 import scratch, store, wide, wide_dtype
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    as_flag,
+    check_sizes,
+    chunk_length,
+    chunks,
+    is_size,
+    scratch,
+    store,
+    wide,
+    wide_dtype,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (

@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_number
-from mpishard.base.arrays import NAMESPACES, Array, chunks, is_device_array
-from mpishard.base.bfloat16 import scratch, store, wide
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    as_number,
+    chunks,
+    is_device_array,
+    scratch,
+    store,
+    wide,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import check_sizes
-from mpishard.base.arrays import NAMESPACES, Array, array_namespace, is_device_array
-from mpishard.base.bfloat16 import wide
+from mpishard.base import NAMESPACES, Array, array_namespace, check_sizes, is_device_array, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any

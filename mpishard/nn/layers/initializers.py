@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 from mpishard.nn.layers.layer import Initializer
 
 

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, require_type
-from mpishard.base.arrays import Array, address, array_namespace
+from mpishard.base import Array, address, array_namespace, as_count, as_flag, require_type
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry

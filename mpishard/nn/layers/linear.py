@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpishard.base.arguments import as_flag, check_sizes, is_size
-from mpishard.base.arrays import NAMESPACES, Array, chunk_length, is_device_array
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    as_flag,
+    check_sizes,
+    chunk_length,
+    is_device_array,
+    is_size,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros

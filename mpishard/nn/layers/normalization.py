@@ -10,9 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_positive, check_sizes
-from mpishard.base.arrays import NAMESPACES, Array, chunks, is_device_array
-from mpishard.base.bfloat16 import scratch, store, wide, wide_dtype
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    as_positive,
+    check_sizes,
+    chunks,
+    is_device_array,
+    scratch,
+    store,
+    wide,
+    wide_dtype,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.initializers import ones, zeros

@@ -14,9 +14,7 @@ import time
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base.arrays import NAMESPACES, Array
-from mpishard.base.bfloat16 import BFLOAT16, round_into, widened
-from mpishard.base.onednn import library
+from mpishard.base import BFLOAT16, NAMESPACES, Array, library, round_into, widened
 from mpishard.nn import device_passes
 
 

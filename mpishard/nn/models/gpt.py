@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import (
+from mpishard.base import (
+    Array,
+    Device,
     as_amount,
     as_count,
     as_flag,
@@ -17,9 +19,8 @@ from mpishard.base.arguments import (
     as_positive,
     check_divides,
     is_size,
+    to_host,
 )
-from mpishard.base.arrays import Array, to_host
-from mpishard.base.devices import Device
 from mpishard.nn.layers.activations import GELU
 from mpishard.nn.layers.attention import CausalAttention
 from mpishard.nn.layers.cache import KeyValueCache

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import check_sizes, is_size
-from mpishard.base.arrays import NAMESPACES, Array, array_namespace, to_host
-from mpishard.base.devices import Device
+from mpishard.base import NAMESPACES, Array, Device, array_namespace, check_sizes, is_size, to_host
 from mpishard.contracts import ModelMetadata
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh, sigmoid
 from mpishard.nn.layers.composites import Sequential

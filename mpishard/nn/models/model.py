@@ -9,11 +9,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base.arguments import as_integer, require_type
-from mpishard.base.arrays import Array, array_namespace, to_host
-from mpishard.base.devices import Device
-from mpishard.base.errors import MissingLossError, StructureOnlyError
-from mpishard.checkpoint.exchange.plain import PlainModelFiles
+from mpishard.base import (
+    Array,
+    Device,
+    MissingLossError,
+    StructureOnlyError,
+    array_namespace,
+    as_integer,
+    require_type,
+    to_host,
+)
+from mpishard.checkpoint import PlainModelFiles
 from mpishard.contracts import (
     DynamicShapeInfo,
     IFullModel,

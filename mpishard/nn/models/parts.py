@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_loss
-from mpishard.base.arrays import NAMESPACES, Array, copy_into, lies_on_device, read_numbers
-from mpishard.base.devices import HOST, Device
+from mpishard.base import (
+    HOST,
+    NAMESPACES,
+    Array,
+    Device,
+    as_loss,
+    copy_into,
+    lies_on_device,
+    read_numbers,
+)
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.composites import Sequential
 from mpishard.nn.layers.layer import Context, GradientTargets

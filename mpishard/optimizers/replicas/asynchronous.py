@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from mpishard.base.arguments import as_count
+from mpishard.base import as_count
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.delayed_state import DelayedState
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.refusals import refuse_line_search
+from mpishard.sharding import ShardingConfiguration, refuse_line_search
 
 MOST_LATE = 1000
 """Most steps that a gradient may be late."""

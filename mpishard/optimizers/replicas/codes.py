@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array
+from mpishard.base import Array
 
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""

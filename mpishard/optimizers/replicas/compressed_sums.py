@@ -8,12 +8,10 @@ from itertools import groupby
 
 import numpy as np
 
-from mpishard.base.arrays import Array, copy_into, to_host
-from mpishard.base.layout import ShardLayout
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.base import Array, ShardLayout, copy_into, to_host
+from mpishard.communication import CommunicationBackend, ReductionOperation, TreeReducer
+from mpishard.models import StoreLayout
+from mpishard.observe import MemoryCategory
 from mpishard.optimizers.replicas.codes import Code
 from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
 

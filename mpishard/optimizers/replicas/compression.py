@@ -7,22 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arguments import as_count, as_flag, as_number
-from mpishard.base.arrays import Array
+from mpishard.base import Array, as_count, as_flag, as_number
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
-from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import written_here
-from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.models import ShardedModelBase, StoreLayout, written_here
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, Part
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import Piece, ShardingConfiguration
-from mpishard.sharding.refusals import refuse_line_search
+from mpishard.sharding import Piece, ShardingConfiguration, refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {
     "quantization": lambda ratio: Quantization(max(2, int(ratio * 256))),

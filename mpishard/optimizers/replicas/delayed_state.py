@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, copy_into
-from mpishard.base.errors import ShardingError
+from mpishard.base import Array, ShardingError, copy_into
 from mpishard.checkpoint import Pieces
-from mpishard.communication.agreement import differences
-from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import StepReport, Update
+from mpishard.communication import differences
+from mpishard.models import ShardedModelBase, StepReport, Update
 from mpishard.optimizers.replicas.delayed_sums import DelayedSums
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses
 from mpishard.optimizers.rules.rule import Optimizer

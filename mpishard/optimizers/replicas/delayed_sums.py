@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpishard.base.arrays import Array, chunk_length
+from mpishard.base import Array, chunk_length
 from mpishard.communication import CommunicationBackend, Work
-from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.observe.ledger import MemoryCategory
+from mpishard.models import StoreLayout
+from mpishard.observe import MemoryCategory
 from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
 from mpishard.sharding import Piece
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, copy_into, to_host
-from mpishard.base.layout import ShardLayout
-from mpishard.communication import CommunicationBackend, ReductionOperation, Work
-from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.base import Array, ShardLayout, copy_into, to_host
+from mpishard.communication import CommunicationBackend, ReductionOperation, TreeReducer, Work
+from mpishard.observe import MemoryCategory, MemoryLedger
 from mpishard.optimizers.replicas.codes import Code
 from mpishard.sharding import Piece
 

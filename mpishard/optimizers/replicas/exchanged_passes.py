@@ -11,19 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, read_numbers
+from mpishard.base import Array, read_numbers
 from mpishard.communication import CommunicationBackend
-from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.passes import Passes, Reduced
-from mpishard.models.engine.update import StepReport, UpdatePieces, dealt
-from mpishard.models.stores.gradient_store import (
+from mpishard.models import (
+    Engine,
     GradientStore,
+    Passes,
+    Reduced,
     ReplicatedGradients,
+    StepReport,
+    StoreLayout,
+    UpdatePieces,
     WrappedGradients,
+    dealt,
+    make_gradient_store,
+    squared_norm,
 )
-from mpishard.models.stores.norm import squared_norm
-from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.models.wrapper.wrapping import make_gradient_store
 from mpishard.sharding import Piece, Unit
 
 

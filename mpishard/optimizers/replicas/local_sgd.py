@@ -6,15 +6,14 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from mpishard.base.arguments import as_count, require_type
+from mpishard.base import as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.refusals import refuse_line_search
+from mpishard.sharding import ShardingConfiguration, refuse_line_search
 
 
 class LocalSGDOptimizer(ReplicasOptimizer):

@@ -9,15 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, beside, copy_into
-from mpishard.base.bfloat16 import BFLOAT16
-from mpishard.base.errors import NoSampleError, ShardingError
+from mpishard.base import (
+    BFLOAT16,
+    Array,
+    NoSampleError,
+    ShardingError,
+    array_namespace,
+    beside,
+    copy_into,
+)
 from mpishard.checkpoint import Pieces
-from mpishard.models import ShardedModelBase
-from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.passes import Passes, Reduced, local_gradients
-from mpishard.models.engine.update import StepReport, Update, written_here
-from mpishard.models.stores.norm import squared_norm
+from mpishard.models import (
+    Engine,
+    Passes,
+    Reduced,
+    ShardedModelBase,
+    StepReport,
+    Update,
+    local_gradients,
+    squared_norm,
+    written_here,
+)
 from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
 from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
 from mpishard.optimizers.replicas.exchanged_passes import parts_of

@@ -10,8 +10,8 @@ from mpishard.optimizers.replicas.delayed_state import DelayedState
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import data_model_class
-from mpishard.sharding.configuration import by_node
-from mpishard.sharding.refusals import (
+from mpishard.sharding import (
+    by_node,
     refuse_one_replica,
     refuse_rounding,
     refuse_updates_alone,

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.base import settings
-from mpishard.base.arrays import (
+from mpishard.base import (
     Array,
     array_namespace,
     chunk_length,
+    compile_loop,
     is_device_array,
+    numba_module,
     reuse_freed_memory,
+    settings,
 )
-from mpishard.base.compilation import compile_loop, numba_module
 from mpishard.optimizers.rules import device_code
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpishard.base.arrays import Array
-from mpishard.base.kernels import Kernel
+from mpishard.base import Array, Kernel
 
 _OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _FUNCTIONS = {"sqrt": "root", "maximum": "maximum", "minimum": "minimum", "sign": "sign"}

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.base.arguments import as_flag, as_positive
-from mpishard.base.arrays import Array
+from mpishard.base import Array, as_flag, as_positive
 from mpishard.optimizers.rules.compiled import Body, elements
 from mpishard.optimizers.rules.ranges import UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer, fraction

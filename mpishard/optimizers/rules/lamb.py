@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.base.arrays import (
+from mpishard.base import (
     SQUARES_BLOCK,
     Array,
     array_namespace,
     block_squares,
     to_host,
 )
-from mpishard.models.stores.norm import squared_norm
+from mpishard.models import squared_norm
 from mpishard.optimizers.rules.compiled import Body, elements, in_chunks, run
 from mpishard.optimizers.rules.elementwise import Adam
 from mpishard.optimizers.rules.options import OptionRange

@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base.arguments import as_count
-from mpishard.base.arrays import Array, array_namespace, is_device_array, to_host
+from mpishard.base import Array, array_namespace, as_count, is_device_array, to_host
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
 from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
-from mpishard.sharding.refusals import refuse_line_search
+from mpishard.sharding import refuse_line_search
 
 _BLOCK = 4096  # elements whose products are summed as one; a power of two, the same everywhere
 _LONGEST = 1e10  # of all steps

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mpishard.base.arguments import as_amount, as_count, as_flag, require_type, take_plain_fields
+from mpishard.base import as_amount, as_count, as_flag, require_type, take_plain_fields
 from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.schedules import (
     Exponential,

@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace, read_numbers, require_plain, to_host
-from mpishard.base.errors import NonFiniteLossError, ShardingError
-from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
+from mpishard.base import (
+    Array,
+    NonFiniteLossError,
+    ShardingError,
+    array_namespace,
+    read_numbers,
+    require_plain,
+    to_host,
+)
+from mpishard.checkpoint import bytes_of, tensors_and_document
 from mpishard.contracts import IShardedModel
-from mpishard.models.stores.norm import squared_norm
+from mpishard.models import squared_norm
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.options import (
     AdamOptimizerOptions,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, is_device_array, lie_end_to_end, stretched
+from mpishard.base import Array, is_device_array, lie_end_to_end, stretched
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]

@@ -10,9 +10,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
 
-from mpishard.base.arguments import as_amount, as_number, check_path, nearest, require_type
-from mpishard.base.arrays import Array
-from mpishard.checkpoint.format.disk import replace_file
+from mpishard.base import Array, as_amount, as_number, check_path, nearest, require_type
+from mpishard.checkpoint import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (

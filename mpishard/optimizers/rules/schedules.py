@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mpishard.base.arguments import as_count, as_number, as_positive, take_plain_fields
+from mpishard.base import as_count, as_number, as_positive, take_plain_fields
 
 Schedule = Callable[[int], float]
 """``schedule(step) -> learning rate``; the first update is step 0."""

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.base.arguments import check_path, require_type
-from mpishard.base.arrays import Array
-from mpishard.base.errors import (
+from mpishard.base import (
+    Array,
     CommunicationError,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
+    check_path,
+    require_type,
 )
-from mpishard.checkpoint.loading.restore import load_states
-from mpishard.checkpoint.saving.save import save_states
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.agreement import differences, same_outcome
+from mpishard.checkpoint import load_states, save_states
+from mpishard.communication import (
+    CommunicationBackend,
+    ReductionOperation,
+    differences,
+    same_outcome,
+)
 from mpishard.contracts import (
     ICheckpointableModel,
     IGradientBasedOptimizer,
@@ -31,15 +35,12 @@ from mpishard.contracts import (
     IShardedOptimizer,
     PathLike,
 )
-from mpishard.models import ShardedModelBase
-from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.update import StepReport
-from mpishard.models.wrapper.wrapped import agreed_vector
+from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState, require_searchable
 from mpishard.optimizers.sharded.state_bytes import StateBytes
-from mpishard.sharding import ShardingConfiguration
-from mpishard.sharding.refusals import (
+from mpishard.sharding import (
+    ShardingConfiguration,
     refuse_line_search,
     refuse_updates_alone,
 )

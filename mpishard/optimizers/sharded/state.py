@@ -10,14 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base.arrays import Array, array_namespace
-from mpishard.base.errors import NonFiniteLossError
-from mpishard.checkpoint import CheckpointState, Pieces
-from mpishard.checkpoint.format.content import require_form
-from mpishard.models import ShardedModelBase
-from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.passes import Passes, Reduced
-from mpishard.models.engine.update import StepReport, Update
+from mpishard.base import Array, NonFiniteLossError, array_namespace
+from mpishard.checkpoint import CheckpointState, Pieces, require_form
+from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.ranges import (
     OwnedRange,
@@ -28,8 +23,7 @@ from mpishard.optimizers.rules.ranges import (
 )
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
-from mpishard.sharding import ParameterEntry, Piece
-from mpishard.sharding.refusals import refuse_line_search
+from mpishard.sharding import ParameterEntry, Piece, refuse_line_search
 
 _log = logging.getLogger("mpishard")
 

@@ -10,18 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import to_host
-from mpishard.base.errors import CheckpointError
-from mpishard.checkpoint import Pieces
-from mpishard.checkpoint.format.content import COUNT, OBJECT, require_form
-from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
-from mpishard.checkpoint.loading.reader import CheckpointReader
-from mpishard.checkpoint.saving.save import write_checkpoint
+from mpishard.base import CheckpointError, to_host
+from mpishard.checkpoint import (
+    COUNT,
+    OBJECT,
+    CheckpointReader,
+    Pieces,
+    bytes_of,
+    require_form,
+    tensors_and_document,
+    write_checkpoint,
+)
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.sharding import ParameterEntry, Region
-from mpishard.sharding.regions import put_region, take_region
+from mpishard.sharding import ParameterEntry, Region, put_region, take_region
 
 _HEADER = "mpishard.optimizer"
 

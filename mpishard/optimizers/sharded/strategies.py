@@ -8,22 +8,23 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mpishard.base.arguments import as_count, as_integer, nearest
-from mpishard.base.errors import ShardingError
+from mpishard.base import ShardingError, as_count, as_integer, nearest
 from mpishard.contracts import IOptimizer
 from mpishard.models import (
+    DATA_POLICIES,
     DDPModel,
     FSDPModel,
     HybridShardedModel,
+    MeshModel,
     PipelineParallelModel,
     ShardedModelBase,
     TensorParallelModel,
     ZeRO1Model,
     ZeRO2Model,
     ZeRO3Model,
+    axis_sizes,
+    checked_mesh_options,
 )
-from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
-from mpishard.models.strategies.mesh_parallel import MeshModel
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
