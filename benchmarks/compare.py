@@ -173,10 +173,20 @@ def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
     """One job on shared memory and one by plain messages; each has its repeats inside."""
     for variables, prefix in (({}, ""), ({"MPISHARD_ARENA": "off"}, "plain ")):
         found = runner.ours(
-            "bench", "collectives", "-n", "--collective", "all_reduce", "--collective",
-            "reduce_scatter", "--sizes", "8B,1MiB,8MiB,64MiB", "--repeats", str(max(9, repeats)),
-            ranks=2, **variables,
-        )  # fmt: skip
+            "bench",
+            "collectives",
+            "-n",
+            "--collective",
+            "all_reduce",
+            "--collective",
+            "reduce_scatter",
+            "--sizes",
+            "8B,1MiB,8MiB,64MiB",
+            "--repeats",
+            str(max(9, repeats)),
+            ranks=2,
+            **variables,
+        )
         for row in found["collectives"]:
             name = f"{prefix}{row['collective']} {bytes_text(row['nbytes'])} {row['way']}"
             samples[name] = row["seconds"]

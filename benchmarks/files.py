@@ -82,9 +82,15 @@ def milliseconds(backend: Any, x: Any, y: np.ndarray, steps: int, **way: Any) ->
     model = ms.as_distributed(ms.nn.MLP([WIDTH, 256, 10]), backend, "fsdp")
     optimizer = ms.as_distributed(ms.optimizers.SGD(0.01), backend, "fsdp")
     data = ms.OptimizationInputData(
-        model=model, x_train=x, y_train=y, batch_size=BATCH, max_steps=steps, progress=False,
-        epochs=9, **way,
-    )  # fmt: skip
+        model=model,
+        x_train=x,
+        y_train=y,
+        batch_size=BATCH,
+        max_steps=steps,
+        progress=False,
+        epochs=9,
+        **way,
+    )
     backend.barrier()
     start = time.perf_counter()
     optimizer.optimize(data)

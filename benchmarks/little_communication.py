@@ -129,10 +129,13 @@ def train(backend: Any, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     # DDP by messages, because in the memory of one node it sends nothing.
     per_step = 2 * (backend.world_size - 1) * model.parameter_count * model.dtype.itemsize
     return {
-        "way": name, "ranks": backend.world_size, "settings": settings, "bytes": per_step,
+        "way": name,
+        "ranks": backend.world_size,
+        "settings": settings,
+        "bytes": per_step,
         "step_seconds": {str(size): step_seconds(WAYS[name], size, settings) for size in (2, 4)},
         "rows": curve.rows,
-    }  # fmt: skip
+    }
 
 
 def step_seconds(way: Way, ranks: int, settings: dict[str, Any]) -> float:
@@ -195,9 +198,13 @@ def draw(source: Path, picture: Path) -> None:
     sizes = sorted({run["ranks"] for run in runs})
     ways = list(dict.fromkeys(run["way"] for run in runs))
     figure, axes = plt.subplots(
-        len(sizes), 2, figsize=(10, 3.6 * len(sizes)), sharey=True, squeeze=False,
+        len(sizes),
+        2,
+        figsize=(10, 3.6 * len(sizes)),
+        sharey=True,
+        squeeze=False,
         layout="constrained",
-    )  # fmt: skip
+    )
     lines = {}
     for found in runs:
         steps, losses, sent, _ = (list(column) for column in zip(*found["rows"], strict=True))
@@ -214,8 +221,12 @@ def draw(source: Path, picture: Path) -> None:
             + (f"{goal[0]:.0f} steps, {seconds_at(found, *goal):.0f} s" if goal else "more")
         )
     for (left, right), ranks in zip(axes, sizes, strict=True):
-        left.set(xscale="log", ylabel="validation loss, nats per byte",
-                 xlabel="seconds, with links of 100 Mbit/s", title=f"{ranks} ranks")  # fmt: skip
+        left.set(
+            xscale="log",
+            ylabel="validation loss, nats per byte",
+            xlabel="seconds, with links of 100 Mbit/s",
+            title=f"{ranks} ranks",
+        )
         right.set(xscale="log", xlabel="MB sent by all ranks", title=f"{ranks} ranks")
         for each in (left, right):
             each.axhline(GOAL, color="grey", linewidth=0.5)

@@ -82,15 +82,26 @@ def plot(path, plain, losses, losses_added):
     steps = np.arange(1, len(losses) + 1)
     left.semilogy(steps, losses, color="#3b6fb6", linewidth=1, label="whole batches")
     some = slice(None, None, max(1, len(losses) // 40))
-    left.semilogy(steps[some], losses_added[some], "o", color="#d1495b", markersize=3.5,
-                  label="4 micro-batches that add up")  # fmt: skip
+    left.semilogy(
+        steps[some],
+        losses_added[some],
+        "o",
+        color="#d1495b",
+        markersize=3.5,
+        label="4 micro-batches that add up",
+    )
     left.set(xlabel="step", ylabel="loss [nats per point]")
     left.legend(frameon=False)
     axis = np.linspace(-1.15, 1.15, 120)
     plane = np.stack(np.meshgrid(axis, axis), axis=-1).reshape(-1, 2)
     scores = plain.predict(plane)
-    right.contourf(axis, axis, (scores[:, 1] - scores[:, 0]).reshape(120, 120),
-                   levels=[-1e9, 0, 1e9], colors=["#c9d8ee", "#f3ccd1"])  # fmt: skip
+    right.contourf(
+        axis,
+        axis,
+        (scores[:, 1] - scores[:, 0]).reshape(120, 120),
+        levels=[-1e9, 0, 1e9],
+        colors=["#c9d8ee", "#f3ccd1"],
+    )
     x, y = spirals(2000 + TEST)
     for label, colour in ((0, "#3b6fb6"), (1, "#d1495b")):
         right.scatter(*x[:TEST][y[:TEST] == label].T, s=5, color=colour)

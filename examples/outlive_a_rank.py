@@ -56,10 +56,16 @@ def main(backend, arguments, own):
     model = ms.as_distributed(plain, backend, "fsdp")
     optimizer = ms.as_distributed(ms.optimizers.AdamW(3e-3), backend, "fsdp")
     data = ms.OptimizationInputData(
-        model=model, x_train=own.waves, y_train=own.waves.y, batch_size=BATCH, epochs=1000,
-        max_steps=arguments.steps, checkpoint=arguments.output / "checkpoints",
-        checkpoint_every=arguments.every, progress=False,
-    )  # fmt: skip
+        model=model,
+        x_train=own.waves,
+        y_train=own.waves.y,
+        batch_size=BATCH,
+        epochs=1000,
+        max_steps=arguments.steps,
+        checkpoint=arguments.output / "checkpoints",
+        checkpoint_every=arguments.every,
+        progress=False,
+    )
     result = optimizer.optimize(data)
     backend.print(
         f"loss {result.fitness_history[-1]:.6f} after {arguments.steps} steps, "

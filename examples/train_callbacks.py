@@ -30,9 +30,18 @@ def main(backend, folder="runs/callbacks"):
                 ms.callbacks.JSONLines(f"{folder}/metrics.jsonl"),
                 ms.callbacks.TensorBoard(folder)]  # or WandB(project="small")  # fmt: skip
     optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, "fsdp")
-    result = optimizer.optimize(ms.OptimizationInputData(
-        model=ms.nn.MLP([8, 64, 1], seed=0), x_train=x[:800], y_train=y[:800], batch_size=100,
-        x_validation=x[800:], y_validation=y[800:], epochs=50, callbacks=watching))  # fmt: skip
+    result = optimizer.optimize(
+        ms.OptimizationInputData(
+            model=ms.nn.MLP([8, 64, 1], seed=0),
+            x_train=x[:800],
+            y_train=y[:800],
+            batch_size=100,
+            x_validation=x[800:],
+            y_validation=y[800:],
+            epochs=50,
+            callbacks=watching,
+        )
+    )
     backend.print("stopped early:", result.stopped_early)
 
 

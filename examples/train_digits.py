@@ -28,20 +28,29 @@ def data():
 def perceptron():
     """Build a perceptron with two hidden layers on the flattened pixels."""
     chain = nn.Sequential(
-        nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.4),
-        nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.4),
+        nn.Linear(64, 256),
+        nn.ReLU(),
+        nn.Dropout(0.4),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Dropout(0.4),
         nn.Linear(256, 10),
-    )  # fmt: skip
+    )
     return nn.Model(chain, nn.CrossEntropy(), input_shape=(64,), seed=0)
 
 
 def convolutional():
     """Build a net of two convolutions with pooling between them."""
     chain = nn.Sequential(
-        nn.Conv2D(1, 16, kernel=3, padding=1), nn.ReLU(), nn.MaxPool2D(2),
-        nn.Conv2D(16, 32, kernel=3, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Dropout(0.3), nn.Linear(32 * 4 * 4, 10),
-    )  # fmt: skip
+        nn.Conv2D(1, 16, kernel=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2D(2),
+        nn.Conv2D(16, 32, kernel=3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(32 * 4 * 4, 10),
+    )
     return nn.Model(chain, nn.CrossEntropy(), input_shape=(1, 8, 8), seed=0)
 
 
@@ -104,8 +113,13 @@ def plot(path, results, read):
     for (name, result), colour in zip(results.items(), ("#3b6fb6", "#d1495b"), strict=True):
         epochs = np.arange(1, len(result.fitness_history) + 1)
         left.semilogy(epochs, result.fitness_history, color=colour, label=f"{name}, training")
-        left.semilogy(epochs, [loss for _, loss in result.validation_history][-len(epochs):], "--",
-                      color=colour, label="held out")  # fmt: skip
+        left.semilogy(
+            epochs,
+            [loss for _, loss in result.validation_history][-len(epochs) :],
+            "--",
+            color=colour,
+            label="held out",
+        )
     left.set(xlabel="epoch", ylabel="loss [nats per image]")
     left.legend(frameon=False, fontsize=8)
     for axes, (name, found) in zip(others, read.items(), strict=True):
@@ -113,11 +127,23 @@ def plot(path, results, read):
         np.add.at(table, (digits, found), 1)
         axes.imshow(np.sqrt(table), cmap="Blues")
         for true, taken in np.argwhere(table):
-            axes.text(taken, true, table[true, taken], ha="center", va="center", fontsize=7,
-                      color="white" if true == taken else "#d1495b")  # fmt: skip
+            axes.text(
+                taken,
+                true,
+                table[true, taken],
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if true == taken else "#d1495b",
+            )
         right = np.mean(found == digits)
-        axes.set(title=f"{name}: {right:.1%}", xlabel="read", ylabel="digit",
-                 xticks=range(10), yticks=range(10))  # fmt: skip
+        axes.set(
+            title=f"{name}: {right:.1%}",
+            xlabel="read",
+            ylabel="digit",
+            xticks=range(10),
+            yticks=range(10),
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     print(path)

@@ -95,9 +95,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--name", help="results go to runs/NAME (default: gpt- and the time)")
     parser.add_argument(
-        "--new", action="store_true",
+        "--new",
+        action="store_true",
         help="start a new run even if one with these settings was interrupted",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--resume",
         type=Path,
@@ -159,13 +160,16 @@ def add_spread(group: Any) -> None:
         "--schedule", choices=SCHEDULE_NAMES, help="order of the stages' operations; default 1f1b"
     )
     group.add_argument(
-        "--sequence-parallel", action="store_true", default=None,
+        "--sequence-parallel",
+        action="store_true",
+        default=None,
         help="also divide norms and dropout over the tensor axis",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--recompute", choices=["full", "selective"],
+        "--recompute",
+        choices=["full", "selective"],
         help="recompute activations in backward instead of keeping them: all, or the cheap ones",
-    )  # fmt: skip
+    )
 
 
 def settings_of(arguments: argparse.Namespace) -> dict:
@@ -283,9 +287,11 @@ def report_memory(model: ms.ShardedModelBase) -> None:
     for rank, row in enumerate(rows):
         model.backend.print(
             f"rank {rank}{place_of(model, rank)} holds: "
-            + ", ".join(f"{kind.replace('_', ' ')} {n / 1e6:.2f} MB" for kind, n in
-                        zip(kinds, row, strict=True))
-        )  # fmt: skip
+            + ", ".join(
+                f"{kind.replace('_', ' ')} {n / 1e6:.2f} MB"
+                for kind, n in zip(kinds, row, strict=True)
+            )
+        )
 
 
 def place_of(model: ms.ShardedModelBase, rank: int) -> str:

@@ -25,10 +25,17 @@ def main(backend, path="points.h5"):
         x, y = file["x"], file["y"]
         result = optimizer.optimize(
             ms.OptimizationInputData(
-                model=model, x_train=x, y_train=y, x_validation=x, y_validation=y,
-                shuffle_block_size=x.chunks[0], batch_size=128, epochs=2, progress=False,
+                model=model,
+                x_train=x,
+                y_train=y,
+                x_validation=x,
+                y_validation=y,
+                shuffle_block_size=x.chunks[0],
+                batch_size=128,
+                epochs=2,
+                progress=False,
             )
-        )  # fmt: skip
+        )
     accuracy = result.validation_result.stats["accuracy"]
     backend.print(f"{result.iterations} steps, accuracy above 0.9: {accuracy > 0.9}")
 

@@ -30,9 +30,19 @@ def main(backend, steps=200):
     x, y, x_test, y_test = (ms.data.TokenWindows(part, 64, stride=64) for part in parts)
     model = ms.adapters.TorchModel(Transformer(), nn.functional.cross_entropy)
     adam = ms.as_distributed(ms.optimizers.AdamW(1e-3, clip_global_norm=1.0), backend, "fsdp")
-    result = adam.optimize(ms.OptimizationInputData(
-        model=model, x_train=x, y_train=y, x_validation=x_test, y_validation=y_test, batch_size=32,
-        max_steps=steps, validate_every=steps, checkpoint="runs/torch"))  # fmt: skip
+    result = adam.optimize(
+        ms.OptimizationInputData(
+            model=model,
+            x_train=x,
+            y_train=y,
+            x_validation=x_test,
+            y_validation=y_test,
+            batch_size=32,
+            max_steps=steps,
+            validate_every=steps,
+            checkpoint="runs/torch",
+        )
+    )
     (_, loss), ranks = result.validation_history[-1], backend.world_size
     backend.print(f"{ranks} rank(s), fsdp: validation loss {loss:.3f} nats per byte")
 

@@ -338,10 +338,14 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
 
         Parameters and errors are those of `PipelineParallelModel`.
         """
-        self._options |= checked_mesh_options({
-            "schedule": schedule, "partition_strategy": partition_strategy,
-            "checkpoint_config": checkpoint_config, "micro_batch_count": micro_batch_count,
-        })  # fmt: skip
+        self._options |= checked_mesh_options(
+            {
+                "schedule": schedule,
+                "partition_strategy": partition_strategy,
+                "checkpoint_config": checkpoint_config,
+                "micro_batch_count": micro_batch_count,
+            }
+        )
         if self._strategy != DistributedStrategy.HYBRID:
             self._strategy = DistributedStrategy.PIPELINE_PARALLEL
         return self

@@ -133,11 +133,15 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         sharded = as_distributed(copy.deepcopy(optimizer), backend, self.strategy)
         result = sharded.optimize(
             OptimizationInputData(
-                model=self._made(seed), x_train=x,
-                y_train=y if weights is None else Samples((y, weights)), epochs=self.epochs,
-                seed=seed, batch_size=min(self.batch_size, len(y)), progress=False,
+                model=self._made(seed),
+                x_train=x,
+                y_train=y if weights is None else Samples((y, weights)),
+                epochs=self.epochs,
+                seed=seed,
+                batch_size=min(self.batch_size, len(y)),
+                progress=False,
             )
-        )  # fmt: skip
+        )
         return seed, result.model.gather_full_parameters(), result.fitness_history
 
     def _outputs(self, X: Any) -> np.ndarray[Any, Any]:
@@ -242,10 +246,16 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         class_weight: Any = None,
     ) -> None:
         super().__init__(
-            model, hidden=hidden, optimizer=optimizer, learning_rate=learning_rate, epochs=epochs,
-            batch_size=batch_size, strategy=strategy, world_size=world_size,
+            model,
+            hidden=hidden,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            epochs=epochs,
+            batch_size=batch_size,
+            strategy=strategy,
+            world_size=world_size,
             random_state=random_state,
-        )  # fmt: skip
+        )
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:

@@ -61,9 +61,10 @@ def outcomes(cell: Cell) -> dict[str, trials.Outcome]:
         return {column: attempt(column, MAIN, row)}
     model, choices = (column, (row,)) if table == "kinds" else (MAIN, (column, row))
     return {
-        strategy: attempt(strategy, model, *choices) for strategy in trials.STRATEGIES
+        strategy: attempt(strategy, model, *choices)
+        for strategy in trials.STRATEGIES
         if all(attempt(strategy, MAIN, choice).is_accepted for choice in choices)
-    }  # fmt: skip
+    }
 
 
 class Reasons:
@@ -116,23 +117,29 @@ def page(cells: Sequence[Cell]) -> dict[str, list[str]]:
     labels = {name: f"{LETTERS[name]}: `{trials.CHOICES[name].code}`" for name in names}
     # Choices that no strategy takes stand in one table alone.
     taken = [n for n in names if any(texts["strategies", n, s] == "yes" for s in strategies)]
-    pairs = [[texts.get(("pairs", r, c)) or texts.get(("pairs", c, r)) or "" for c in taken]
-             for r in taken]  # fmt: skip
+    pairs = [
+        [texts.get(("pairs", r, c)) or texts.get(("pairs", c, r)) or "" for c in taken]
+        for r in taken
+    ]
     return {
-        "models": table(strategies, [
-            [trials.MODELS[m], *(texts["models", m, s] for s in strategies)] for m in models
-        ]),
-        "strategies": table(strategies, [
-            [labels[n], *(texts["strategies", n, s] for s in strategies)] for n in names
-        ]),
-        "kinds": table([trials.MODELS[m] for m in models], [
-            [labels[n], *(texts["kinds", n, m] for m in models)] for n in taken
-        ]),
-        "pairs": table([LETTERS[n] for n in taken], [
-            [labels[name], *row] for name, row in zip(taken, pairs, strict=True)
-        ]),
+        "models": table(
+            strategies,
+            [[trials.MODELS[m], *(texts["models", m, s] for s in strategies)] for m in models],
+        ),
+        "strategies": table(
+            strategies,
+            [[labels[n], *(texts["strategies", n, s] for s in strategies)] for n in names],
+        ),
+        "kinds": table(
+            [trials.MODELS[m] for m in models],
+            [[labels[n], *(texts["kinds", n, m] for m in models)] for n in taken],
+        ),
+        "pairs": table(
+            [LETTERS[n] for n in taken],
+            [[labels[name], *row] for name, row in zip(taken, pairs, strict=True)],
+        ),
         "reasons": reasons.lines(),
-    }  # fmt: skip
+    }
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -146,9 +153,11 @@ def filled(text: str, made: dict[str, list[str]]) -> str:
     for name, lines in made.items():
         mark = rf"(<!-- made: {name} -->\n\n).*?(\n\n<!-- end -->)"
         text, count = re.subn(
-            mark, lambda found, lines=lines: found[1] + "\n".join(lines) + found[2], text,
+            mark,
+            lambda found, lines=lines: found[1] + "\n".join(lines) + found[2],
+            text,
             flags=re.DOTALL,
-        )  # fmt: skip
+        )
         assert count == 1, f"docs/combinations.md has {count} places for {name}"
     return text
 

@@ -71,8 +71,11 @@ def listing() -> str:
 def drawing() -> str:
     """The rooms as an SVG picture, the ground floor at the bottom, with arrows for what flows."""
     rows = layers()
-    middle = {room: index * (_ROW + _GAP) + _ROW // 2
-              for index, layer in enumerate(rows) for room in layer}  # fmt: skip
+    middle = {
+        room: index * (_ROW + _GAP) + _ROW // 2
+        for index, layer in enumerate(rows)
+        for room in layer
+    }
     height = len(rows) * (_ROW + _GAP)
     parts = [
         (

@@ -573,7 +573,7 @@ def path(request, monkeypatch) -> str:
     for name, value in _PATHS[request.param].items():
         monkeypatch.setenv(name, value)
     # init() then makes a world of this path, and not one that later tests would get.
-    monkeypatch.setattr(sys.modules["mpishard.communication.init"], "_process_backend", None)
+    monkeypatch.setattr(sys.modules["mpishard.communication.process"], "_process_backend", None)
     return request.param
 
 

@@ -98,10 +98,13 @@ PARTITION = "compute_partition(total_parameters, num_stages)"
 PRESETS = " ".join(
     f"create_{name}(communication_backend, learning_rate=0.01)"
     for name in (
-        "default", "for_high_bandwidth", "for_low_bandwidth", "for_zero_offload",
+        "default",
+        "for_high_bandwidth",
+        "for_low_bandwidth",
+        "for_zero_offload",
         "for_zero_offload_full",
     )
-)  # fmt: skip
+)
 CONFIGURATION = (
     "ShardingConfiguration(communication_backend, learning_rate=0.01, *, auto_sync_gradients=True, "
     "minimum_parameter_group_size=1024, enable_gradient_compression=False, "

@@ -52,7 +52,7 @@ def test_names_for_type_checkers_are_those_that_are_there():
 
 
 def test_completion_shows_the_modules_that_the_pages_name():
-    modules = {"adapters", "communication", "errors", "exports", "observe", "planning", "testing"}
+    modules = {"adapters", "communication", "errors", "exports", "observe", "testing", "training"}
     assert modules <= set(dir(ms))
     inspect.getmembers(ms)  # as help() does, also without optional packages
 
@@ -152,8 +152,12 @@ print(mpishard.run_in_threads(2, lambda backend: backend.world_size))
 """
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False,
-    )  # fmt: skip
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
     assert (ended.stdout, ended.stderr) == ("[2, 2]\n", "")
 
 

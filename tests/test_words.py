@@ -20,8 +20,7 @@ from mpishard.base import compilation
 from mpishard.errors import ShardingError
 from mpishard.observe import plot_loss_curve
 from mpishard.optimizers import SGD, Adam
-from mpishard.pipeline import OneForwardOneBackwardSchedule
-from mpishard.pipeline.planning import simulate
+from mpishard.pipeline import OneForwardOneBackwardSchedule, simulate
 from mpishard.testing.worlds import in_worlds
 from mpishard.training import OptimizationInputData
 

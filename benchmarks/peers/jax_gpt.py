@@ -59,12 +59,20 @@ def initial(width: int, layers: int, context: int) -> GPT:
     ones, zeros = jnp.ones(width), jnp.zeros(width)
     blocks = tuple(
         Block(
-            ones, zeros, normal(3 * width, width), normal(width, width), zeros,
-            ones, zeros, normal(4 * width, width), jnp.zeros(4 * width), normal(width, 4 * width),
+            ones,
+            zeros,
+            normal(3 * width, width),
+            normal(width, width),
+            zeros,
+            ones,
+            zeros,
+            normal(4 * width, width),
+            jnp.zeros(4 * width),
+            normal(width, 4 * width),
             zeros,
         )
         for _ in range(layers)
-    )  # fmt: skip
+    )
     embeddings = normal(VOCABULARY, width), normal(context, width)
     made = GPT(*embeddings, blocks, ones, zeros, normal(VOCABULARY, width))
     return jax.tree.map(jnp.copy, made)  # a buffer that occurs twice cannot be donated

@@ -94,9 +94,12 @@ class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.branch = nn.Sequential(
-            nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.skip = nn.Conv2d(inputs, width, 1, stride, bias=False)
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:

@@ -88,10 +88,13 @@ class FunctionModel(FlatVectorModel):
         if shape != self._theta.shape:
             raise ValueError(
                 "the function returned "
-                + (f"a gradient of shape {shape}" if shape is not None
-                   else f"a {type(gradient).__name__} as its gradient")
+                + (
+                    f"a gradient of shape {shape}"
+                    if shape is not None
+                    else f"a {type(gradient).__name__} as its gradient"
+                )
                 + f" for parameters of shape {self._theta.shape}; it must return (loss, gradient)"
-            )  # fmt: skip
+            )
         return as_loss(loss, self), gradient
 
     def compute_gradients(

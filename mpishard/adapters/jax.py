@@ -179,8 +179,10 @@ class JaxModel(TreeModel):
             _log.warning(
                 "XLA has %d threads in each rank, and %d would be enough: JAX made its first array "
                 "before mpishard.init(). Call init() or launch() before, or set NPROC=%d",
-                threads, allowed, allowed,
-            )  # fmt: skip
+                threads,
+                allowed,
+                allowed,
+            )
 
     def check_input(self, x: Any) -> None:
         if not isinstance(x, Samples) and not getattr(x, "shape", ()):

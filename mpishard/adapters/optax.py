@@ -189,12 +189,14 @@ class OptaxRule(JointRule):
             leaves = self._first_state(parameters)
         else:
             leaves = [
-                vectors[name] if leaf.shape
+                vectors[name]
+                if leaf.shape
                 # An injected rate has the dtype of the parameters.
-                else np.asarray(before[name], parameters.dtype if leaf.dtype.kind == "f"
-                                else leaf.dtype)
+                else np.asarray(
+                    before[name], parameters.dtype if leaf.dtype.kind == "f" else leaf.dtype
+                )
                 for name, leaf in self._leaves.items()
-            ]  # fmt: skip
+            ]
         updated, leaves = self._advance(parameters, gradients, leaves, context.gradient_scale, rate)
         if updated.dtype.itemsize < parameters.dtype.itemsize:
             raise ValueError(
@@ -235,8 +237,10 @@ def _trial(transformation: Any) -> tuple[str, bool]:
     half = start.size // 2
     update, found = jax.jit(transformation.update), []
     for part, shape in (
-        (slice(None), start.shape), (slice(half), (half,)), (slice(half, None), (half,)),
-    ):  # fmt: skip
+        (slice(None), start.shape),
+        (slice(half), (half,)),
+        (slice(half, None), (half,)),
+    ):
         parameters = start.ravel()[part].reshape(shape)
         state = transformation.init(parameters)
         steps = []

@@ -97,10 +97,12 @@ def flat_leaves(
     if len(dtypes) > 1:
         raise ValueError(
             "all parameters must have one dtype: "
-            + ", ".join(f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
-                        f"{'is' if len(names) == 1 else 'are'} {dtype}"
-                        for dtype, names in dtypes.items())
-        )  # fmt: skip
+            + ", ".join(
+                f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
+                f"{'is' if len(names) == 1 else 'are'} {dtype}"
+                for dtype, names in dtypes.items()
+            )
+        )
     dtype = next(iter(dtypes), np.dtype(np.float64))
     entries: list[ParameterEntry] = []
     for name, leaf in found:

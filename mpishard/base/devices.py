@@ -76,8 +76,9 @@ class Device:
         cupy = load_cupy()
         count = _device_count(cupy)
         if index is not None and index >= count:
-            raise ValueError(f"device {text!r} was asked for, and this machine has GPUs 0 to "
-                             f"{count - 1}")  # fmt: skip
+            raise ValueError(
+                f"device {text!r} was asked for, and this machine has GPUs 0 to {count - 1}"
+            )
         # A process that computes on a GPU takes some of its memory. If there are several GPUs and
         # none is named, a rank has its own when the model is wrapped: see `use`.
         if index is not None or count == 1:

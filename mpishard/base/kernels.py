@@ -113,12 +113,15 @@ class Kernel:
         dtype = np.dtype(dtype)
         # By value: releases of CuPy read None as an address of a pointer, or as a pointer.
         given = [
-            np.uint64(0) if value is None
-            else np.int64(value) if type(value) is int
-            else dtype.type(value) if type(value) is float
+            np.uint64(0)
+            if value is None
+            else np.int64(value)
+            if type(value) is int
+            else dtype.type(value)
+            if type(value) is float
             else value
             for value in arguments
-        ]  # fmt: skip
+        ]
         cupy = sys.modules["cupy"]  # whoever has an array of a GPU has loaded it
         _compiled(cupy, self, dtype)((blocks,), (self.threads,), tuple(given))
 

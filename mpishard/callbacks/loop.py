@@ -76,10 +76,15 @@ class LoopHooks:
         now = time.perf_counter()
         self.saves = False
         self.record = Record(
-            self.record.step + 1, epoch, _number(loss), float(samples), learning_rate,
+            self.record.step + 1,
+            epoch,
+            _number(loss),
+            float(samples),
+            learning_rate,
             None if gradient_norm is None else _number(gradient_norm),
-            now - self._began, now - self._stepped,
-        )  # fmt: skip
+            now - self._began,
+            now - self._stepped,
+        )
         self._stepped = now
         self.run.log(**values)
         self.run.call("on_step", self.record)

@@ -57,14 +57,18 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
             listed = []
             for entry in entries:
                 has_manifest = os.path.lexists(entry.path / MANIFEST)
-                listed.append({
-                    "name": entry.path.name,
-                    "step": entry.step,
-                    "bytes": sum(f.stat().st_size for f in _files_of(entry.path) if f.is_file()),
-                    "saved": _time_of(entry.path),
-                    "whole": not entry.problem,
-                    "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
-                })  # fmt: skip
+                listed.append(
+                    {
+                        "name": entry.path.name,
+                        "step": entry.step,
+                        "bytes": sum(
+                            f.stat().st_size for f in _files_of(entry.path) if f.is_file()
+                        ),
+                        "saved": _time_of(entry.path),
+                        "whole": not entry.problem,
+                        "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
+                    }
+                )
             found: dict[str, Any] = {
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
@@ -281,9 +285,11 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
     _show(
         f"{counted(len(found['parameters']), 'parameter')}, {found['elements']:,} elements",
         (Column("name"), Column("shape", justify="right"), Column("dtype")),
-        ((name, " x ".join(map(str, shape)) or "scalar", dtype)
-         for name, shape in found["parameters"].items()),
-    )  # fmt: skip
+        (
+            (name, " x ".join(map(str, shape)) or "scalar", dtype)
+            for name, shape in found["parameters"].items()
+        ),
+    )
     _show("Kinds of values", (Column("kind"), Column("dtype")), kinds.items())
     _show(
         f"{counted(len(files), 'file')}, {bytes_text(sum(files.values()))}",
@@ -312,8 +318,12 @@ def _shortened(value: Any) -> Any:
 @contextmanager
 def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar in bytes during the block, on a terminal; yield its update function."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(),
-               TransferSpeedColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -21,8 +21,18 @@ from mpishard.cli.wording import bytes_text, counted, given_path, milliseconds, 
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
 
 _MERGED = "trace.json"
-_OF_RANKS = ("rank", "node", "steps", "in steps", "computing", "waiting", "idle", "in flight",
-             "hidden", "last")  # fmt: skip
+_OF_RANKS = (
+    "rank",
+    "node",
+    "steps",
+    "in steps",
+    "computing",
+    "waiting",
+    "idle",
+    "in flight",
+    "hidden",
+    "last",
+)
 _OF_CALLS = ("call", "of", "calls", "bytes", "in flight", "waited", "median wait")
 
 trace = typer.Typer(rich_markup_mode=None)
@@ -78,11 +88,14 @@ def merge(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Default: trace.json in FOLDER.",
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Default: trace.json in FOLDER.",
             show_default=False,
         ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Make one file of all ranks' traces, for https://ui.perfetto.dev or chrome://tracing."""
     path = folder / _MERGED if output is None else output
     with refusing("trace"):
@@ -141,16 +154,25 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
         whole = rank.seconds or 1.0
         shares = (rank.computing, rank.waiting, rank.idle, rank.in_flight)
         table.add_row(
-            str(rank.rank), str(rank.node), str(rank.steps), f"{rank.seconds:.3f} s",
+            str(rank.rank),
+            str(rank.node),
+            str(rank.steps),
+            f"{rank.seconds:.3f} s",
             *(f"{share / whole:.1%}" for share in shares),
-            f"{rank.hidden / rank.in_flight if rank.in_flight else 0.0:.1%}", f"{rank.last:.0%}",
-        )  # fmt: skip
+            f"{rank.hidden / rank.in_flight if rank.in_flight else 0.0:.1%}",
+            f"{rank.last:.0%}",
+        )
     show(table)
     table = figures_table("What was called, all ranks together", _OF_CALLS, ("call", "of"))
     for call in found.calls:
         table.add_row(
-            call.kind, call.group, str(call.calls), bytes_text(call.nbytes),
-            f"{call.in_flight:.3f} s", f"{call.waiting:.3f} s", milliseconds(call.median_wait),
-        )  # fmt: skip
+            call.kind,
+            call.group,
+            str(call.calls),
+            bytes_text(call.nbytes),
+            f"{call.in_flight:.3f} s",
+            f"{call.waiting:.3f} s",
+            milliseconds(call.median_wait),
+        )
     show(table)
     _print_notes(recorded)

@@ -1,6 +1,6 @@
 """Communication between ranks: one contract, and backends of threads, MPI processes and GPUs.
 
-Begin with `contract`, the collectives that every backend has, and `init`, which gives a process its
+Begin with `contract`, the collectives that every backend has, and `process`: `init` gives a process its
 backend. `agreement` lets all ranks succeed or all raise. `mesh` arranges ranks in axes; `manager`
 is a backend for code that is not passed one. The chapters are, each importing only from those
 before it: `tracing`, `contract`, `failure`, `threads`, `mpi`, `nccl`, and then these four files.
@@ -43,7 +43,12 @@ from mpishard.communication.failure.abort import UNSAID
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.failure.stall import verdict
 from mpishard.communication.failure.watchdog import is_free, preemption_notice
-from mpishard.communication.init import (
+from mpishard.communication.manager import CommunicationManager
+from mpishard.communication.mesh import AXES, ProcessMesh, mesh_order, mesh_sizes
+from mpishard.communication.mpi.backend import MPICommunicationBackend
+from mpishard.communication.mpi.library import launcher_name, load_mpi
+from mpishard.communication.nccl.backend import NCCLCommunicationBackend
+from mpishard.communication.process import (
     BackendName,
     blas_threads,
     check_backend_name,
@@ -51,11 +56,6 @@ from mpishard.communication.init import (
     is_launched,
     refuse_worlds_of_one,
 )
-from mpishard.communication.manager import CommunicationManager
-from mpishard.communication.mesh import AXES, ProcessMesh, mesh_order, mesh_sizes
-from mpishard.communication.mpi.backend import MPICommunicationBackend
-from mpishard.communication.mpi.library import launcher_name, load_mpi
-from mpishard.communication.nccl.backend import NCCLCommunicationBackend
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import current_backend, run_in_threads
 from mpishard.communication.tracing.recorder import (

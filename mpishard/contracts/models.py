@@ -244,9 +244,16 @@ class IJitCompilable(ABC):
 
 
 class IFullModel(
-    IModel, ICheckpointableModel, IParameterizable, IFeatureAware, IFeatureImportance, ICloneable,
-    IGradientComputable, IJitCompilable, IModelShape,
-):  # fmt: skip
+    IModel,
+    ICheckpointableModel,
+    IParameterizable,
+    IFeatureAware,
+    IFeatureImportance,
+    ICloneable,
+    IGradientComputable,
+    IJitCompilable,
+    IModelShape,
+):
     """A model with all interfaces. It is a context manager, which closes the model on exit."""
 
     @property

@@ -71,16 +71,21 @@ def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes
     helper, kinds = onnx.helper, onnx.TensorProto
     kind = kinds.INT64 if model.chain.takes_integers else kinds.FLOAT
     made = helper.make_graph(
-        graph.nodes, type(model).__name__,
-        [helper.make_tensor_value_info("x", kind, _shape(x)),
-         *(helper.make_tensor_value_info(e.name, kinds.FLOAT, e.shape) for e in entries)],
+        graph.nodes,
+        type(model).__name__,
+        [
+            helper.make_tensor_value_info("x", kind, _shape(x)),
+            *(helper.make_tensor_value_info(e.name, kinds.FLOAT, e.shape) for e in entries),
+        ],
         [helper.make_tensor_value_info("y", kinds.FLOAT, _shape(y))],
         [onnx.numpy_helper.from_array(v, name) for name, v in graph.constants.items()],
-    )  # fmt: skip
+    )
     file = helper.make_model(
-        made, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION,
+        made,
+        opset_imports=[helper.make_opsetid("", _OPSET)],
+        ir_version=_IR_VERSION,
         producer_name="mpishard",
-    )  # fmt: skip
+    )
     onnx.checker.check_model(file, full_check=True)
     # Parameters are inputs only for the check. In the file they are constants.
     del file.graph.input[1:]

@@ -353,9 +353,13 @@ class CrossEntropy(Loss):
         xp = NAMESPACES[type(prediction)]
         sums, gradient_NV = device_passes.cross_entropy(
             xp.ascontiguousarray(prediction).reshape(-1, prediction.shape[-1]),
-            target_N.reshape(-1), weight_N, ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing, z_loss=self.z_loss, needs_gradient=training,
-        )  # fmt: skip
+            target_N.reshape(-1),
+            weight_N,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            needs_gradient=training,
+        )
         saved = None if gradient_NV is None else gradient_NV.reshape(prediction.shape)
         return sums[0], sums[1], saved
 

@@ -238,9 +238,15 @@ def softmax_forward(
 
 
 def softmax_backward(
-    scores: Any, dweights: Any, weights: Any, dscores: Any, logs: Any, factor: Any, first: Any,
+    scores: Any,
+    dweights: Any,
+    weights: Any,
+    dscores: Any,
+    logs: Any,
+    factor: Any,
+    first: Any,
     queries: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Write the softmax w of factor * scores, and the gradient of the scores.
 
     The gradient is factor * w * (dweights - sum over the row's keys of w * dweights). ``logs`` is

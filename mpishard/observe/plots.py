@@ -319,9 +319,15 @@ def _draw(
         axes.plot(steps, moving_mean(losses, width), color=BLUE, linewidth=1.8, label=label)
     if validation.size:
         axes.plot(
-            *validation, color=RED, linewidth=1.0, marker="o", markersize=5,
-            markeredgecolor="white", label=f"validation (last {validation[1, -1]:.3f})", zorder=3,
-        )  # fmt: skip
+            *validation,
+            color=RED,
+            linewidth=1.0,
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            label=f"validation (last {validation[1, -1]:.3f})",
+            zorder=3,
+        )
     if baseline is not None:
         name, loss = baseline
         axes.axhline(

@@ -288,7 +288,12 @@ def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             for side, at in ((sent, sent["ts"]), (received, arrival)):
                 phase = _ENDS[side["name"]]
                 yield {
-                    "name": "message", "cat": "message", "ph": phase, "id": count,
-                    "pid": side["pid"], "tid": side["tid"], "ts": round(at, 3),
+                    "name": "message",
+                    "cat": "message",
+                    "ph": phase,
+                    "id": count,
+                    "pid": side["pid"],
+                    "tid": side["tid"],
+                    "ts": round(at, 3),
                     **({"bp": "e"} if phase == "f" else {}),
-                }  # fmt: skip
+                }

@@ -159,11 +159,15 @@ class _Calls:
             waits = list(self._waits[kind, group].values())
             found.append(
                 CallTotals(
-                    kind, group, len(flights), sum(nbytes for _, nbytes in flights),
-                    sum(time for time, _ in flights) / 1e6, sum(waits) / 1e6,
+                    kind,
+                    group,
+                    len(flights),
+                    sum(nbytes for _, nbytes in flights),
+                    sum(time for time, _ in flights) / 1e6,
+                    sum(waits) / 1e6,
                     float(np.median(waits)) / 1e6 if waits else 0.0,
                 )
-            )  # fmt: skip
+            )
         return sorted(found, key=lambda totals: -totals.waiting)
 
 
@@ -215,12 +219,17 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
     waiting = covered(waits)
     busy = covered(computing, waits)
     return RankShares(
-        about["rank"], about["node"], len(events.numbers), seconds,
-        computing=busy - waiting, waiting=waiting, idle=seconds - busy,
+        about["rank"],
+        about["node"],
+        len(events.numbers),
+        seconds,
+        computing=busy - waiting,
+        waiting=waiting,
+        idle=seconds - busy,
         in_flight=covered(flights),
         hidden=covered(flights, waits) - waiting,
         last=last,
-    )  # fmt: skip
+    )
 
 
 def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:

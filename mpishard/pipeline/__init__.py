@@ -6,6 +6,7 @@ clock, which also checks it.
 
 ``layers.py`` cuts a flat vector, or a chain of layers, into stages. ``executor.py`` runs one rank's
 operations and sends its messages.
+``planning.py`` simulates and draws a schedule before a run, and
 ``activation_checkpointing.py`` chooses the activations that backward computes again. This room
 imports nn, observe, communication and contracts.
 """
@@ -75,6 +76,7 @@ __all__ = [
     "RuleSchedule",
     "StageTimes",
     "TimedOperation",
+    "Timeline",
     "UniformPartitionStrategy",
     "ZeroBubbleH1Schedule",
     "ZeroBubbleH2Schedule",
@@ -83,6 +85,9 @@ __all__ = [
     "check_schedule",
     "measured_layer_costs",
     "partition_layers",
+    "plot_timelines",
     "run_clock",
     "schedule_by_name",
+    "simulate",
+    "text_chart",
 ]

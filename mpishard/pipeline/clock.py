@@ -94,8 +94,9 @@ def spread(name: str, given: Times, count: int, what: str) -> list[float]:
         return [as_number(name, given)] * count
     given = cast("Sequence[float]", given)
     if len(given) != count:
-        raise ValueError(f"{name} must be one number or {count}, for each of the {what}; "
-                         f"got {len(given)}")  # fmt: skip
+        raise ValueError(
+            f"{name} must be one number or {count}, for each of the {what}; got {len(given)}"
+        )
     return [float(value) for value in given]
 
 
@@ -250,9 +251,12 @@ class _Clock:
     """The operations of all ranks, the times at which they ended, and the ranks that wait."""
 
     def __init__(
-        self, schedule: IPipelineSchedule, num_stages: int, num_micro_batches: int,
+        self,
+        schedule: IPipelineSchedule,
+        num_stages: int,
+        num_micro_batches: int,
         times: StageTimes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stages = stages = stages_of_ranks(schedule, num_stages)
         self._orders = orders = [
             schedule.get_schedule(rank, num_stages, num_micro_batches) for rank in range(num_stages)
@@ -342,12 +346,15 @@ class _Clock:
     def _deadlock(self) -> str:
         """Describe the operation at which each rank stopped, and the rank that it waits for."""
         places = {
-            (operation.type is FORWARD, self._stages[rank][operation.virtual_stage_index],
-             operation.micro_batch_index): (rank, place)
+            (
+                operation.type is FORWARD,
+                self._stages[rank][operation.virtual_stage_index],
+                operation.micro_batch_index,
+            ): (rank, place)
             for rank, order in enumerate(self._orders)
             for place, operation in enumerate(order)
             if operation.type is not BACKWARD_WEIGHT
-        }  # fmt: skip
+        }
         lines = [f"{self._name} comes to a stop:"]
         for rank, (order, timed) in enumerate(zip(self._orders, self._timed, strict=True)):
             if len(timed) == len(order):

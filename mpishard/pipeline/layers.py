@@ -350,9 +350,12 @@ def _measure(
     for index, (name, layer) in reversed(list(enumerate(model.chain.children.items()))):
         start = time.perf_counter()
         dy = layer.backward(
-            views.get(name, {}), saved.pop(), dy, gradients.get(name, {}),
+            views.get(name, {}),
+            saved.pop(),
+            dy,
+            gradients.get(name, {}),
             needs_input_gradient=index > 0,
-        )  # fmt: skip
+        )
         if dy is not None:
             synchronize(dy)
         seconds[index] += time.perf_counter() - start

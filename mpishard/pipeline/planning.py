@@ -138,7 +138,7 @@ def simulate(
     Examples
     --------
     >>> from mpishard.pipeline import OneForwardOneBackwardSchedule
-    >>> from mpishard.pipeline.planning import simulate
+    >>> from mpishard.pipeline import simulate
     >>> timeline = simulate(OneForwardOneBackwardSchedule(), num_stages=4, num_micro_batches=8)
     >>> timeline.makespan, round(timeline.bubble_fraction, 4), timeline.peak_live
     (33.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
@@ -288,9 +288,14 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
             if row == _ROW and done.duration * inches >= _DIGIT * (len(text) + 0.4):
                 is_dark = done.operation.type is PipelineOperationType.FORWARD and fade < 0.3
                 axes.text(
-                    middle, rank, text, ha="center", va="center_baseline",
-                    fontsize=_FONT, color="white" if is_dark else "#222222",
-                )  # fmt: skip
+                    middle,
+                    rank,
+                    text,
+                    ha="center",
+                    va="center_baseline",
+                    fontsize=_FONT,
+                    color="white" if is_dark else "#222222",
+                )
         edges = [(o.start, o.duration) for o in timed]
         line = min(0.6, 9 * shortest)  # in points, at most an eighth of the shortest bar
         axes.broken_barh(edges, (rank - 0.42, 0.84), facecolor="none", edgecolor="white", lw=line)
@@ -349,7 +354,7 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
     Examples
     --------
     >>> from mpishard.pipeline import ZeroBubbleH1Schedule
-    >>> from mpishard.pipeline.planning import simulate, text_chart
+    >>> from mpishard.pipeline import simulate, text_chart
     >>> print(text_chart(simulate(ZeroBubbleH1Schedule(), 2, 2), width=40))
     rank 0  F0F1..B0W0B1W1
     rank 1  ..F0B0F1B1W0W1

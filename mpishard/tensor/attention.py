@@ -205,12 +205,16 @@ def attention_layers(
     # A rank has the queries that share its keys and values, so that ``core`` sends nothing.
     return {
         "qkv": ColumnParallelLinear(
-            backend, embed_dim, embed_dim + 2 * groups * size, bias=False, parts=(shared, 1, 1),
+            backend,
+            embed_dim,
+            embed_dim + 2 * groups * size,
+            bias=False,
+            parts=(shared, 1, 1),
             multiple=size,
         ),
         "core": Attention(num_heads // ranks, causal=causal, kv_heads=groups // ranks),
         "projection": RowParallelLinear(backend, embed_dim, embed_dim, multiple=shared * size),
-    }  # fmt: skip
+    }
 
 
 class TensorParallelTransformerBlock(_SequenceChain):

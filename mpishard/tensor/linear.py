@@ -251,9 +251,14 @@ class ColumnParallelLinear(SplitLinear):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(
-            backend, input_size, output_size, activation,
-            bias=bias, initializer=initializer, tied_to=tied_to,
-        )  # fmt: skip
+            backend,
+            input_size,
+            output_size,
+            activation,
+            bias=bias,
+            initializer=initializer,
+            tied_to=tied_to,
+        )
         self.gather_output = as_flag("gather_output", gather_output)
         self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self.split = DimSplit(self.output_size, backend.world_size, parts, multiple)
@@ -307,9 +312,14 @@ class ColumnParallelLinear(SplitLinear):
         self._local.backward_weight((x, dy), g)
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves, with the sum of dx under way during the weight's product. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         # The all-gather is issued first, so that it is under way during the first product.
@@ -392,9 +402,14 @@ class RowParallelLinear(SplitLinear):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(
-            backend, input_size, output_size, activation,
-            bias=bias, initializer=initializer, tied_to=tied_to,
-        )  # fmt: skip
+            backend,
+            input_size,
+            output_size,
+            activation,
+            bias=bias,
+            initializer=initializer,
+            tied_to=tied_to,
+        )
         self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         # The runs are those of the column-parallel layer before, whose outputs are these inputs.
         self.split = DimSplit(self.input_size, backend.world_size, 1, multiple)
@@ -446,14 +461,22 @@ class RowParallelLinear(SplitLinear):
         self._local.backward_weight(pending, g)
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
-            p, saved[0], self._whole_gradient(saved[1], dy), g,
+            p,
+            saved[0],
+            self._whole_gradient(saved[1], dy),
+            g,
             needs_input_gradient=needs_input_gradient,
-        )  # fmt: skip
+        )
 
     def _whole_gradient(self, activation_saved: Any, dy: Array) -> Array:
         """Return the gradient of x W^T + b at all positions, which every rank needs."""
@@ -607,9 +630,14 @@ class Stage3ShardedLinear(SplitLinear):
             reduced.wait()
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves, or only the weight's, which does not gather W. Collective."""
         if needs_input_gradient:
             return super().backward(p, saved, dy, g)

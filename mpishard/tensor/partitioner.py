@@ -163,9 +163,13 @@ class ChainSplit:
                 name, layer = segment.layers[0]
                 is_last = name == last
                 splits_output = self._alone(
-                    parts, prefix, name, layer, ends if is_last else self.between,
+                    parts,
+                    prefix,
+                    name,
+                    layer,
+                    ends if is_last else self.between,
                     keeps_split=keeps_split and is_last,
-                )  # fmt: skip
+                )
             else:
                 self._together(parts, prefix, segment)
         parts.end(ends)
@@ -190,30 +194,45 @@ class ChainSplit:
         split = DimSplit(last.inputs, self.backend.world_size, 1, run)
         share = split.local_size(0) / split.size  # No rank has more than the first.
         column = ColumnParallelLinear(
-            self.backend, first.inputs, first.outputs, bias=first.bias,
+            self.backend,
+            first.inputs,
+            first.outputs,
+            bias=first.bias,
             initializer=first.parameters["weight"].initializer,
-            tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=multiple,
+            tied_to=first.parameters["weight"].tied_to,
+            parts=blocks,
+            multiple=multiple,
             sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        )
         parts.add(first_name, column, self.between, Extent.ALL)
         self._note(
-            prefix + first_name, column, SplitKind.COLUMN, share,
+            prefix + first_name,
+            column,
+            SplitKind.COLUMN,
+            share,
             f"{_sizes(first)} split by rows, {column.local_output_size} here; pairs with "
             f"{prefix}{last_name}",
-        )  # fmt: skip
+        )
         for name, layer in between:
             parts.add(name, self._inner(prefix + name, layer, split, share))
         row = RowParallelLinear(
-            self.backend, last.inputs, last.outputs, bias=last.bias,
-            initializer=last.parameters["weight"].initializer, multiple=run,
+            self.backend,
+            last.inputs,
+            last.outputs,
+            bias=last.bias,
+            initializer=last.parameters["weight"].initializer,
+            multiple=run,
             sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        )
         parts.add(last_name, row, None, self.between)
         self._note(
-            prefix + last_name, row, SplitKind.ROW, share,
+            prefix + last_name,
+            row,
+            SplitKind.ROW,
+            share,
             f"{_sizes(last)} split by columns, {row.local_input_size} here; sums what "
             f"{prefix}{first_name} began",
-        )  # fmt: skip
+        )
 
     def _inner(self, path: str, layer: Layer, split: DimSplit, share: float) -> Layer:
         """Return a layer between a column and a row split, for this rank's features."""
@@ -235,9 +254,15 @@ class ChainSplit:
     # --------------------------------------------------------------------------------- one by one
 
     def _alone(
-        self, parts: _Parts, prefix: str, name: str, layer: Layer, ends: Extent, *,
+        self,
+        parts: _Parts,
+        prefix: str,
+        name: str,
+        layer: Layer,
+        ends: Extent,
+        *,
         keeps_split: bool,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Split a layer without partners; return True if its output stays split.
 
         ``ends`` and ``keeps_split`` are those of `chain`, for this layer's output.
@@ -281,15 +306,21 @@ class ChainSplit:
             return keeps_split
         assert isinstance(layer, Embedding)
         embedding = VocabularyParallelEmbedding(
-            self.backend, layer.vocabulary_size, layer.width,
-            layer.parameters["weight"].initializer, sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+            self.backend,
+            layer.vocabulary_size,
+            layer.width,
+            layer.parameters["weight"].initializer,
+            sequence_parallel=self.sequence_parallel,
+        )
         parts.add(name, embedding, Extent.ALL, self.between)
         rows, here = layer.vocabulary_size, embedding.split.local_size(self.backend.rank)
         self._note(
-            path, embedding, SplitKind.VOCABULARY, embedding.split.local_size(0) / rows,
+            path,
+            embedding,
+            SplitKind.VOCABULARY,
+            embedding.split.local_size(0) / rows,
             f"Embedding of {rows} x {layer.width} split by rows, {here} here",
-        )  # fmt: skip
+        )
         return False
 
     def _obstacle(self, path: str, layer: Layer) -> str | None:
@@ -312,19 +343,30 @@ class ChainSplit:
         return tied
 
     def _linear(
-        self, parts: _Parts, path: str, name: str, layer: Linear, ends: Extent, *,
+        self,
+        parts: _Parts,
+        path: str,
+        name: str,
+        layer: Linear,
+        ends: Extent,
+        *,
         keeps_split: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Split a linear layer by outputs: gathered, or left split at the model's end."""
         weight = layer.parameters["weight"]
         # A column-parallel layer that takes slices gathers them itself. It returns all positions,
         # and is used only if these are wanted.
         takes_slices = self.sequence_parallel and ends is Extent.ALL
         column = ColumnParallelLinear(
-            self.backend, layer.inputs, layer.outputs, not keeps_split, bias=layer.bias,
-            initializer=weight.initializer, tied_to=weight.tied_to,
+            self.backend,
+            layer.inputs,
+            layer.outputs,
+            not keeps_split,
+            bias=layer.bias,
+            initializer=weight.initializer,
+            tied_to=weight.tied_to,
             sequence_parallel=takes_slices,
-        )  # fmt: skip
+        )
         parts.add(name, column, self.between if takes_slices else Extent.ALL, Extent.ALL)
         if keeps_split:
             outcome = "its output stays split for the loss"
@@ -339,9 +381,12 @@ class ChainSplit:
             )
         share = column.split.local_size(0) / layer.outputs
         self._note(
-            path, column, SplitKind.COLUMN, share,
+            path,
+            column,
+            SplitKind.COLUMN,
+            share,
             f"{_sizes(layer)} split by rows, {column.local_output_size} here; {outcome}",
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------------------------ records
 
@@ -454,9 +499,12 @@ def partition_chain(
     split = ChainSplit(backend, Ties(model_layers or layers), sequence_parallel)
     enters_whole = names[0] == model_names[0] or layers[names[0]].takes_integers
     parts, splits_output = split.chain(
-        layers, "", starts=Extent.ALL if enters_whole else split.between,
-        ends=Extent.ALL if is_last else split.between, keeps_split=split_output,
-    )  # fmt: skip
+        layers,
+        "",
+        starts=Extent.ALL if enters_whole else split.between,
+        ends=Extent.ALL if is_last else split.between,
+        keeps_split=split_output,
+    )
     return TensorPartition(parts, split.boxes, splits_output, tuple(split.decisions))
 
 
@@ -531,9 +579,12 @@ class TensorParallelLayerPartitioner:
     ) -> TensorPartition:
         """Split a chain, to which the figures then refer; parameters as in `partition_chain`."""
         self._partition = partition_chain(
-            layers, self.backend, model_layers=model_layers,
-            sequence_parallel=self.sequence_parallel, split_output=split_output,
-        )  # fmt: skip
+            layers,
+            self.backend,
+            model_layers=model_layers,
+            sequence_parallel=self.sequence_parallel,
+            split_output=split_output,
+        )
         self._layers = dict(layers)
         return self._partition
 

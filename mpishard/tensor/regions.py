@@ -325,9 +325,14 @@ class Framed(Layer):
         self.layer.backward_weight(pending, g)
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves. Collective."""
         dx = self.layer.backward(
             p, saved, self._layer_gradient(dy), g, needs_input_gradient=needs_input_gradient

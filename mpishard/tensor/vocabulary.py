@@ -258,9 +258,10 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         sums = xp.zeros((kinds, logits_NR.shape[0]), dtype=logits_NR.dtype)
         for rows in chunks(logits_NR):
             shifted = xp.subtract(
-                logits_NR[rows], largest_N[rows, None],
+                logits_NR[rows],
+                largest_N[rows, None],
                 out=None if exponentials_NR is None else exponentials_NR[rows],
-            )  # fmt: skip
+            )
             chosen = shifted[xp.arange(shifted.shape[0]), local_N[rows]]
             sums[1, rows] = xp.where(is_here_N[rows], chosen, 0)
             if self.loss.label_smoothing:

@@ -141,11 +141,16 @@ class _Drawing:
         source = self.below(size)
         rows = self.below(self.longest)
         self.add(
-            "message", group,
-            dtype=DTYPES[self.below(len(DTYPES))], rows=(rows,) * size, root=source,
-            target=(source + 1 + self.below(size - 1)) % size, tag=self.below(3),
-            is_twin=self.chance(0.5), has_out=self.chance(0.5),
-        )  # fmt: skip
+            "message",
+            group,
+            dtype=DTYPES[self.below(len(DTYPES))],
+            rows=(rows,) * size,
+            root=source,
+            target=(source + 1 + self.below(size - 1)) % size,
+            tag=self.below(3),
+            is_twin=self.chance(0.5),
+            has_out=self.chance(0.5),
+        )
 
     def collective(self, group: int) -> None:
         size = self.sizes[group]
@@ -156,12 +161,19 @@ class _Drawing:
             rows = [self.below(self.longest) for _ in range(size)]
         known = operations(dtype)
         step = Step(
-            len(self.steps), method, group, dtype, tuple(rows), (3,) * self.below(2),
+            len(self.steps),
+            method,
+            group,
+            dtype,
+            tuple(rows),
+            (3,) * self.below(2),
             known[self.below(len(known))] if method in _REDUCTIONS else ReductionOperation.SUM,
-            self.below(size), self._counts(rows[0], size),
-            is_twin=self.chance(self.twins), has_out=self.chance(0.4),
+            self.below(size),
+            self._counts(rows[0], size),
+            is_twin=self.chance(self.twins),
+            has_out=self.chance(0.4),
             is_adversarial=self.chance(0.3),
-        )  # fmt: skip
+        )
         self.steps.append(self._shared(step) if group in self.free else step)
 
     def _counts(self, rows: int, size: int) -> tuple[int, ...]:

@@ -32,8 +32,12 @@ def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array
     dtype = arrays[0].dtype
     wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
     combine: Callable[[Array, Array], Array] = {
-        SUM: np.add, AVERAGE: np.add, PRODUCT: np.multiply, MIN: np.minimum, MAX: np.maximum,
-    }[operation]  # fmt: skip
+        SUM: np.add,
+        AVERAGE: np.add,
+        PRODUCT: np.multiply,
+        MIN: np.minimum,
+        MAX: np.maximum,
+    }[operation]
     slots = [array.astype(wide) for array in arrays]
     stride = 1
     with np.errstate(all="ignore"):
@@ -289,9 +293,10 @@ class ReductionChecks(CommunicationChecks):
                     sizes = even_sizes(length, world)
                     piece = backend.reduce_scatter(inputs[backend.rank], operation)
                     assert_same(
-                        piece, expected[bounds(sizes, backend.rank)],
+                        piece,
+                        expected[bounds(sizes, backend.rank)],
                         f"tree {operation.name} {name}[{length}] scattered",
-                    )  # fmt: skip
+                    )
 
 
 class MovementChecks(CommunicationChecks):

@@ -129,9 +129,12 @@ class BackwardPasses:
         if not is_first:
             self._go_on(live)
         self._arrivals = Arrivals(
-            self._layout.units, self._entries, gradients, self._layout.frozen,
+            self._layout.units,
+            self._entries,
+            gradients,
+            self._layout.frozen,
             scale=1 / self._backend.world_size,
-        )  # fmt: skip
+        )
 
     def _go_on(self, live: Sequence[bool]) -> None:
         """Prepare the store so that gradients are added to those of earlier passes.

@@ -278,7 +278,7 @@ def _require_reader(module: Any, name: str) -> None:
             or m._load_state_dict_pre_hooks
             for m in path
         )
-    )  # fmt: skip
+    )
     needed = "_load_from_state_dict"
     if last == "_extra_state" and type(inner).get_extra_state is not plain.get_extra_state:
         reads = type(inner).set_extra_state is not plain.set_extra_state

@@ -50,9 +50,14 @@ class Place:
     """
 
     def __init__(
-        self, holder: str, store: ParameterStore, index: int, entry: ParameterEntry, unit: Unit,
+        self,
+        holder: str,
+        store: ParameterStore,
+        index: int,
+        entry: ParameterEntry,
+        unit: Unit,
         parameter: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.holder = holder
         self.store = store
         self.index = index

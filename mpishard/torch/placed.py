@@ -96,9 +96,11 @@ class PlacedModule:
         self._storages[index] = _storage_of(parameter)
 
     def hold(
-        self, units: Sequence[Unit], make_part: Callable[..., Place],
+        self,
+        units: Sequence[Unit],
+        make_part: Callable[..., Place],
         kind: type[PlacedParameter] = PlacedParameter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let ranks change the parameters, which were placed, together, as parameters of ``kind``.
 
         ``make_part(index, entry, unit, parameter)`` returns the place of each.

@@ -114,9 +114,14 @@ class ShardedModule(Uncopied):
         names = first_names(self.units, self.entries)
         subject = backend.number_model(type(module).__name__, names)
         self.layout = StoreLayout(
-            self.units, frozenset(), self.placed.dtype, backend, self.ledger,
-            frozen=frozenset(frozen), subject=subject,
-        )  # fmt: skip
+            self.units,
+            frozenset(),
+            self.placed.dtype,
+            backend,
+            self.ledger,
+            frozen=frozenset(frozen),
+            subject=subject,
+        )
         self._make_parameters(policy, precision)
         if policy.shards_state:
             self.gradients = make_gradient_store(self.layout, policy)
@@ -144,8 +149,10 @@ class ShardedModule(Uncopied):
         mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
         everyone = self.backend.all_gather(np.array([mine]))
         if (everyone != everyone[0]).any():
-            rows = "; ".join(f"rank {r}: {n} parameters of {size} elements"
-                             for r, (n, size, _) in enumerate(everyone))  # fmt: skip
+            rows = "; ".join(
+                f"rank {r}: {n} parameters of {size} elements"
+                for r, (n, size, _) in enumerate(everyone)
+            )
             differing = differences(self.backend, beside)
             raise ValueError(
                 f"every rank must shard the same module with the same strategy: {rows} (names, "

@@ -65,9 +65,10 @@ def refuse_early(
             )
         if data.local_data and leaves is not None:
             refuse_with_leaves(
-                leaves, "local_data=True",
+                leaves,
+                "local_data=True",
                 "give every rank the same data set, or gradient_leaves=None",
-            )  # fmt: skip
+            )
         if data.local_data and data.batch_size < data_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}: "

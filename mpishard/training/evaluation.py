@@ -84,9 +84,14 @@ def evaluate(
     outputs: list[np.ndarray[Any, Any]] = []
     seen: list[np.ndarray[Any, Any]] = []
     with Batches(
-        x, y, sampler, model.data_rank, model.data_size,
-        steps=range(sampler.batches_per_epoch), part=part,
-    ) as batches:  # fmt: skip
+        x,
+        y,
+        sampler,
+        model.data_rank,
+        model.data_size,
+        steps=range(sampler.batches_per_epoch),
+        part=part,
+    ) as batches:
         for batch in batches:
             layout = ShardLayout(len(batch.indices), len(sums))
             for number, own in enumerate(map(layout.slice, range(len(sums)))):

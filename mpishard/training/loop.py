@@ -112,11 +112,13 @@ class TrainingRun:
         self.checkpoints = None
         if data.checkpoint is not None:
             self.checkpoints = RunCheckpoints(
-                data, model.backend, optimizer.allowed_ranks,
+                data,
+                model.backend,
+                optimizer.allowed_ranks,
                 lambda folder: self.hooks.call(
                     "on_checkpoint", replace(self.record, step=self.step, checkpoint=folder)
                 ),
-            )  # fmt: skip
+            )
         own = None if self.checkpoints is None else self.checkpoints.folder
         resumed = checkpoint_to_resume(data, model.backend, own)
         if resumed is not None:
@@ -143,9 +145,13 @@ class TrainingRun:
             callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
             callbacks += [ProgressLine()] if data.progress else []
         hooks = Run(
-            callbacks, model.backend, model=model, total_steps=self.total,
-            unit=data.throughput_unit, can_save=data.checkpoint is not None,
-        )  # fmt: skip
+            callbacks,
+            model.backend,
+            model=model,
+            total_steps=self.total,
+            unit=data.throughput_unit,
+            can_save=data.checkpoint is not None,
+        )
         if data.epochs is not None and data.max_steps is not None:
             # Users who give both may confuse them: the log names the one that ends the run.
             per_epoch = self.sampler.batches_per_epoch
@@ -180,13 +186,17 @@ class TrainingRun:
             hooks.call("on_start", self.record)
             self.batches = stack.enter_context(
                 Batches(
-                    data.x_train, data.y_train, self.sampler, self.model.data_rank,
-                    self.model.data_size, steps=range(self.step, self.total),
+                    data.x_train,
+                    data.y_train,
+                    self.sampler,
+                    self.model.data_rank,
+                    self.model.data_size,
+                    steps=range(self.step, self.total),
                     # A batch read ahead would draw from the user's generators too early: before the
                     # checkpoint of an earlier step.
                     ahead=not data.user_state,
                 )
-            )  # fmt: skip
+            )
             following = iter(self.batches)
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
                 while self.step < self.total and not ends:
@@ -205,9 +215,11 @@ class TrainingRun:
             if self.result.stopped_early:
                 kind = "training" if data.x_validation is None else "validation"
                 best = self.stopping
-                found = "" if best.best_step is None else (
-                    f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
-                )  # fmt: skip
+                found = (
+                    ""
+                    if best.best_step is None
+                    else (f": best {kind} loss {best.best_score:.4f} after step {best.best_step}")
+                )
                 hooks.ending = f"stopped early after step {self.step} of {self.total}{found}"
             hooks.call("on_stop", self.record)
         self.result.seconds = time.perf_counter() - self.started
@@ -234,9 +246,16 @@ class TrainingRun:
         if self.hooks.listens_to_steps:
             now = time.perf_counter()
             self.record = Record(
-                self.step, epoch, report.loss, report.weight, rate, report.gradient_norm,
-                now - self.started, now - began, model.memory.total,
-            )  # fmt: skip
+                self.step,
+                epoch,
+                report.loss,
+                report.weight,
+                rate,
+                report.gradient_norm,
+                now - self.started,
+                now - began,
+                model.memory.total,
+            )
             self.hooks.call("on_step", self.record)
         if data.digest_every is not None and self.step % data.digest_every == 0:
             self.optimizer.settle()
@@ -395,8 +414,7 @@ class TrainingRun:
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])
-        self.result.validation_history = [(s, float(v)) for s, v in
-                                          position["validation_history"]]  # fmt: skip
+        self.result.validation_history = [(s, float(v)) for s, v in position["validation_history"]]
         # A best score is of no use without its parameters: without them stopping begins anew.
         if self.best is None or holds_best:
             self.stopping.load_state_dict(position["stopping"])
@@ -407,8 +425,10 @@ class TrainingRun:
                 _log.warning(
                     "%s is the end of a run of %d steps, and this run asks for %d: there is "
                     "nothing to do. For a new run choose another folder, or pass resume=False",
-                    path, self.step, self.total,
-                )  # fmt: skip
+                    path,
+                    self.step,
+                    self.total,
+                )
 
 
 def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> list[int]:

@@ -156,9 +156,14 @@ def minimize(
         raise TypeError(f"backend must be a CommunicationBackend, got {backend!r}")
     # It checks these arguments and finds checkpoints. Its model and samples are placeholders.
     saving = OptimizationInputData(
-        model=fun, x_train=np.zeros(1), y_train=np.zeros(1), checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every, resume=resume, local_data=local_data,
-    ).checked()  # fmt: skip
+        model=fun,
+        x_train=np.zeros(1),
+        y_train=np.zeros(1),
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        local_data=local_data,
+    ).checked()
     backend = init() if backend is None else backend
     backend.initialize()
     config = ShardingConfiguration(backend, gradient_leaves=leaves)
@@ -176,8 +181,9 @@ def minimize(
     }  # fmt: skip
     if differing := differences(backend, choices):
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
-    named = [getattr(given, "__name__", type(given).__name__)
-             for given in (fun, jac) if callable(given)]  # fmt: skip
+    named = [
+        getattr(given, "__name__", type(given).__name__) for given in (fun, jac) if callable(given)
+    ]
     objective = Objective(function, theta, " or ".join(named))
     run = _Run(config, rule, limits, objective, callback)
     return run.go(samples, saving, box)

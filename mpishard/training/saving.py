@@ -144,8 +144,11 @@ class RunCheckpoints:
                 _log.warning(
                     "%s, and %s if it fails: it would not go on from its checkpoints in %s, and "
                     "write over them. Leave resume out; %s",
-                    self._begins_anew, " and ".join(causes), self.folder.path, _FIRST_ONLY,
-                )  # fmt: skip
+                    self._begins_anew,
+                    " and ".join(causes),
+                    self.folder.path,
+                    _FIRST_ONLY,
+                )
             allowed_ranks = 0, 0  # a run of any number of ranks would begin anew
         elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
@@ -264,9 +267,13 @@ class RunCheckpoints:
         self.finish()
         self._step = step
         self._pending = begin_save(
-            lambda: self.folder.target(step), model, optimizer,
-            training=training, metadata=metadata, staging=self._staging,
-        )  # fmt: skip
+            lambda: self.folder.target(step),
+            model,
+            optimizer,
+            training=training,
+            metadata=metadata,
+            staging=self._staging,
+        )
         # Without memory for a copy the arrays must not change before they are written.
         if self._staging is None:
             self.finish()

@@ -143,11 +143,16 @@ def adamw() -> Any:
 def test_names_shapes_and_order_follow_the_tree() -> None:
     plain = model()
     assert [(e.name, e.shape, e.start) for e in plain.parameter_entries] == [
-        ("layers.0.weight", (5, 7), 0), ("layers.0.bias", (7,), 35),
-        ("layers.1.weight", (7, 6), 42), ("layers.1.bias", (6,), 84),
-        ("layers.2.weight", (6, 2), 90), ("layers.2.bias", (2,), 102),
-        ("scale.gain", (), 104), ("scale.offset", (2,), 105), ("never used", (3, 1), 107),
-    ]  # fmt: skip
+        ("layers.0.weight", (5, 7), 0),
+        ("layers.0.bias", (7,), 35),
+        ("layers.1.weight", (7, 6), 42),
+        ("layers.1.bias", (6,), 84),
+        ("layers.2.weight", (6, 2), 90),
+        ("layers.2.bias", (2,), 102),
+        ("scale.gain", (), 104),
+        ("scale.offset", (2,), 105),
+        ("never used", (3, 1), 107),
+    ]
     found, given = plain.parameters_tree(), tree(0)
     assert np.array_equal(found["layers"][1]["weight"], given["layers"][1]["weight"])
     assert isinstance(found["scale"], Scale)
@@ -207,9 +212,10 @@ def test_arrays_may_be_many_and_used_in_any_way() -> None:
     leaves = [np.arange(1.0, 5), np.ones(2), 0.5, np.ones(3), *np.ones((200, 2))]
     plain = AutogradModel(odd, leaves)
     expected = autograd.grad(lambda p: odd(p, None, None))(leaves)
-    close(plain.compute_gradients(np.ones(3), np.ones(3)), np.concatenate(
-        [np.ravel(g) for g in expected]
-    ))  # fmt: skip
+    close(
+        plain.compute_gradients(np.ones(3), np.ones(3)),
+        np.concatenate([np.ravel(g) for g in expected]),
+    )
 
 
 def curvature(parameters: Any, x: Any, y: Any) -> Any:
@@ -314,10 +320,19 @@ def test_loops_evaluates_and_resumes(backend: Any, shared_path: Any) -> None:
         plain = AutogradModel(loss, tree(backend.rank))  # no predict is needed to validate
         sharded, optimizer = wrap(backend, "fsdp", plain, adamw())
         data = ms.OptimizationInputData(
-            model=sharded, x_train=x, y_train=y, x_validation=x, y_validation=y, batch_size=8,
-            epochs=9, max_steps=steps, validate_every=2, checkpoint=shared_path / folder,
-            checkpoint_every=2, resume=None if resume is None else shared_path / resume,
-        )  # fmt: skip
+            model=sharded,
+            x_train=x,
+            y_train=y,
+            x_validation=x,
+            y_validation=y,
+            batch_size=8,
+            epochs=9,
+            max_steps=steps,
+            validate_every=2,
+            checkpoint=shared_path / folder,
+            checkpoint_every=2,
+            resume=None if resume is None else shared_path / resume,
+        )
         return sharded, optimizer.optimize(data)
 
     whole, result = run("whole", 6)
@@ -389,9 +404,11 @@ def test_a_loss_may_need_no_targets(backend: Any) -> None:
 
 @in_worlds(1, 2)
 def test_a_loss_that_is_not_finite_stops_all_ranks(backend: Any) -> None:
-    sharded, optimizer = wrap(backend, "fsdp", AutogradModel(
-        lambda p, x, y: anp.sum(p[0] * x) + (np.nan if x[0] > 0 else 0.0), [0.5]
-    ))  # fmt: skip
+    sharded, optimizer = wrap(
+        backend,
+        "fsdp",
+        AutogradModel(lambda p, x, y: anp.sum(p[0] * x) + (np.nan if x[0] > 0 else 0.0), [0.5]),
+    )
     before = sharded.gather_full_parameters()
     last = backend.world_size - 1
     with pytest.raises(NonFiniteLossError, match=rf"the loss of ranks \[{last}\] is not finite"):

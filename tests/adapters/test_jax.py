@@ -100,9 +100,11 @@ def train_plainly(world_size: int) -> tuple[list[float], list[Any]]:
 @functools.cache
 def weighted(unravel: Any) -> Any:
     """Loss, and its gradient, of samples that have weights."""
-    return jax.jit(jax.value_and_grad(lambda t, x, y, weights: (
-        weights @ jnp.mean((network(unravel(t), x) - y) ** 2, axis=1)
-    )))  # fmt: skip
+    return jax.jit(
+        jax.value_and_grad(
+            lambda t, x, y, weights: weights @ jnp.mean((network(unravel(t), x) - y) ** 2, axis=1)
+        )
+    )
 
 
 BIASES = [*range(7), *range(42, 44)]  # keys are sorted: a layer's bias comes first
@@ -131,10 +133,14 @@ def close(actual: Any, expected: Any) -> None:
 def test_names_shapes_and_order_follow_jax() -> None:
     plain = model()
     assert [(e.name, e.shape, e.start) for e in plain.parameter_entries] == [
-        ("layers.0.bias", (7,), 0), ("layers.0.kernel", (5, 7), 7),
-        ("layers.1.bias", (2,), 42), ("layers.1.kernel", (7, 2), 44),
-        ("scale.gain", (), 58), ("scale.offset", (2,), 59), ("unused", (3,), 61),
-    ]  # fmt: skip
+        ("layers.0.bias", (7,), 0),
+        ("layers.0.kernel", (5, 7), 7),
+        ("layers.1.bias", (2,), 42),
+        ("layers.1.kernel", (7, 2), 44),
+        ("scale.gain", (), 58),
+        ("scale.offset", (2,), 59),
+        ("unused", (3,), 61),
+    ]
     flat = ravel_pytree(tree(0))[0]
     assert np.array_equal(plain.get_parameters(), flat)
     found = plain.parameters_tree(2 * plain.get_parameters())
@@ -161,8 +167,11 @@ def test_modules_of_other_libraries_have_readable_names() -> None:
 
     plain = JaxModel(of_module, trained)
     assert [e.name for e in plain.parameter_entries] == [
-        "layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias",
-    ]  # fmt: skip
+        "layers.0.weight",
+        "layers.0.bias",
+        "layers.1.weight",
+        "layers.1.bias",
+    ]
     assert plain.compute_gradients(x, np.ones((2, 2))).any()
     assert isinstance(plain.parameters_tree(), equinox.nn.MLP)
 
@@ -281,9 +290,14 @@ def test_optimize_saves_and_resumes(backend: Any, shared_path: Path) -> None:
         sharded, optimizer = wrap(backend, "fsdp")
         x, y = (np.tile(array, (3, 1)) for array in batch(7))
         data = ms.OptimizationInputData(
-            model=sharded, x_train=x, y_train=y, batch_size=6, max_steps=steps, progress=False,
+            model=sharded,
+            x_train=x,
+            y_train=y,
+            batch_size=6,
+            max_steps=steps,
+            progress=False,
             **options,
-        )  # fmt: skip
+        )
         optimizer.optimize(data)
         return sharded
 

@@ -407,10 +407,19 @@ def test_loops_evaluates_and_resumes(backend: Any, strategy: str, shared_path: A
     def run(folder: str, steps: int, resume: str | None = None) -> Any:
         model = wrap(backend, "mlp", strategy)
         data = OptimizationInputData(
-            model=model, x_train=x, y_train=y, x_validation=x, y_validation=y, batch_size=8,
-            epochs=9, max_steps=steps, validate_every=2, checkpoint=shared_path / folder,
-            checkpoint_every=2, resume=None if resume is None else shared_path / resume,
-        )  # fmt: skip
+            model=model,
+            x_train=x,
+            y_train=y,
+            x_validation=x,
+            y_validation=y,
+            batch_size=8,
+            epochs=9,
+            max_steps=steps,
+            validate_every=2,
+            checkpoint=shared_path / folder,
+            checkpoint_every=2,
+            resume=None if resume is None else shared_path / resume,
+        )
         return model, optimizer_for(model).optimize(data)
 
     whole, result = run("whole", 6)

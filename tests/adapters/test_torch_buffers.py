@@ -189,9 +189,18 @@ def test_the_best_solution_has_its_own_buffers(backend):
             states.append((record.score, state_of(model)))
 
     data = OptimizationInputData(
-        model=model, x_train=X, y_train=Y, x_validation=X, y_validation=-Y, batch_size=SAMPLES,
-        max_steps=5, epochs=5, validate_every=1, patience=9, callbacks=[Watch()],
-    )  # fmt: skip
+        model=model,
+        x_train=X,
+        y_train=Y,
+        x_validation=X,
+        y_validation=-Y,
+        batch_size=SAMPLES,
+        max_steps=5,
+        epochs=5,
+        validate_every=1,
+        patience=9,
+        callbacks=[Watch()],
+    )
     result = rule_for(model, SGD(0.05)).optimize(data)
     best = min(states, key=lambda pair: pair[0])[1]
     assert result.best_iteration < 5

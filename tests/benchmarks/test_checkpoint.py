@@ -56,8 +56,11 @@ def test_its_size(checkpoint: Any) -> None:
 
 
 def test_ratios_are_those_of_one_repeat(checkpoint: Any) -> None:
-    times = {"save": (8.0, 2.0, 4.0), "memory for copies": (4.0,),
-             "save_async, call": (4.0, 1.0, 1.0)}  # fmt: skip
+    times = {
+        "save": (8.0, 2.0, 4.0),
+        "memory for copies": (4.0,),
+        "save_async, call": (4.0, 1.0, 1.0),
+    }
     others = {"save": "", "memory for copies": "", "save_async, call": "save"}
     rows = [checkpoint.CheckpointResult(way, t, 2**20, others[way]) for way, t in times.items()]
     table = checkpoint.CheckpointBenchmark(2**20, 3, Path()).table(rows, 2)

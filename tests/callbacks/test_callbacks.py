@@ -86,8 +86,9 @@ def test_they_see_the_run_on_every_rank(backend, shared_path):
     assert [seen[step].loss for step in range(1, 13)] == result.loss_history
     assert [seen[step].samples for step in (3, 4)] == [16, 2]
     assert [seen[step].epoch for step in (4, 5)] == [0, 1]
-    assert [seen[step].learning_rate for step in (1, 2, 3)] == [pytest.approx(1e-3 * k / 3)
-                                                                 for k in (1, 2, 3)]  # fmt: skip
+    assert [seen[step].learning_rate for step in (1, 2, 3)] == [
+        pytest.approx(1e-3 * k / 3) for k in (1, 2, 3)
+    ]
     assert all(r.gradient_norm > 0 and r.memory > 0 for r in seen.values())
     assert all(0 < r.step_seconds <= r.seconds for r in seen.values())
     scores = [(r.step, r.score) for name, r in spy.calls if name == "on_evaluate"]
@@ -184,9 +185,13 @@ def test_background_saves_are_told_of_when_they_are_on_the_disk(backend, shared_
 
     spy = Spy("on_checkpoint", 12, look)
     train(
-        backend, spy,
-        checkpoint=shared_path / "run", checkpoint_every=4, checkpoint_async=True, keep_last=9,
-    )  # fmt: skip
+        backend,
+        spy,
+        checkpoint=shared_path / "run",
+        checkpoint_every=4,
+        checkpoint_async=True,
+        keep_last=9,
+    )
     told = [record.checkpoint.name for name, record in spy.calls if name == "on_checkpoint"]
     assert told == ["step-00000004", "step-00000008", "step-00000012"]
 
@@ -308,10 +313,16 @@ def test_files_have_all_figures_and_those_that_were_logged(backend, shared_path)
     for steps in (7, 12):
         files = JSONLines(shared_path / "new" / "m.jsonl"), CSVFile(shared_path / "new" / "m.csv")
         result = train(
-            backend, Log(), *files, **VALIDATION,
-            max_steps=steps, checkpoint=shared_path / "run", checkpoint_every=5, keep_last=9,
+            backend,
+            Log(),
+            *files,
+            **VALIDATION,
+            max_steps=steps,
+            checkpoint=shared_path / "run",
+            checkpoint_every=5,
+            keep_last=9,
             **({} if steps == 7 else {"resume": shared_path / "run" / "step-00000005"}),
-        )  # fmt: skip
+        )
     backend.barrier()
     rows = [row for row in read_metrics(shared_path / "new" / "m.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -451,13 +462,22 @@ def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
                 break
     assert (step, saved) == (3, [2])
     assert [name for name, _ in spy.calls] == [
-        "on_start", "on_step", "on_step", "on_evaluate", "on_checkpoint", "on_step", "on_stop"
-    ]  # fmt: skip
+        "on_start",
+        "on_step",
+        "on_step",
+        "on_evaluate",
+        "on_checkpoint",
+        "on_step",
+        "on_stop",
+    ]
     backend.barrier()
     rows = read_metrics(shared_path / "m")
     assert [(row["step"], row.get("loss"), row.get("extra")) for row in rows] == [
-        (1, 1.0, 1), (2, 0.5, 2), (2, None, None), (3, 1 / 3, 3)
-    ]  # fmt: skip
+        (1, 1.0, 1),
+        (2, 0.5, 2),
+        (2, None, None),
+        (3, 1 / 3, 3),
+    ]
     assert (rows[2]["validation_loss"], rows[2]["validation_accuracy"]) == (0.5, 0.75)
 
 

@@ -234,10 +234,14 @@ class _Recorder:
             if one is not None and other is not None:
                 self._note(
                     Operation(
-                        "move", self.live.find(one), self.live.find(one[:-1]), one[-1],
-                        self.live.find(other[:-1]), other[-1],
+                        "move",
+                        self.live.find(one),
+                        self.live.find(one[:-1]),
+                        one[-1],
+                        self.live.find(other[:-1]),
+                        other[-1],
                     )
-                )  # fmt: skip
+                )
 
     def _remove(self, how: str, path: Any) -> None:
         parts = self._parts(path)

@@ -29,9 +29,14 @@ checkpoint.save_async(f"{folder}/other", model, optimizer).wait()
 def train(epochs):
     optimizer.reset()
     data = ms.OptimizationInputData(
-        model=model, x_train=X, y_train=Y, epochs=epochs, checkpoint=f"{folder}/run",
-        metrics=f"{folder}/metrics.jsonl", progress=False,
-    )  # fmt: skip
+        model=model,
+        x_train=X,
+        y_train=Y,
+        epochs=epochs,
+        checkpoint=f"{folder}/run",
+        metrics=f"{folder}/metrics.jsonl",
+        progress=False,
+    )
     return optimizer.optimize(data).iterations
 
 

@@ -205,9 +205,20 @@ def a_huge_parameter(folder: Path, dice: Random) -> None:
     """With all that belongs to it, as far as a manifest can lie."""
     content = _content(folder)
     shape = dice.choice(
-        [[2**60], [2**31, 2**31], [2**20] * 10, [0, 2**62], [2**62, 0], [1] * 65, [1] * 200,
-         [0] * 100, [2**64, 0], [-1, -1], [10**30]]
-    )  # fmt: skip
+        [
+            [2**60],
+            [2**31, 2**31],
+            [2**20] * 10,
+            [0, 2**62],
+            [2**62, 0],
+            [1] * 65,
+            [1] * 200,
+            [0] * 100,
+            [2**64, 0],
+            [-1, -1],
+            [10**30],
+        ]
+    )
     size = 1
     for dim in shape:
         size *= dim
@@ -217,9 +228,15 @@ def a_huge_parameter(folder: Path, dice: Random) -> None:
     for record in content["arrays"].values():
         if size:
             record["pieces"].append(
-                {"file": first, "offset": 0, "tensor": "huge", "box": [[0, dim] for dim in shape],
-                 "start": 0, "stop": size}
-            )  # fmt: skip
+                {
+                    "file": first,
+                    "offset": 0,
+                    "tensor": "huge",
+                    "box": [[0, dim] for dim in shape],
+                    "start": 0,
+                    "stop": size,
+                }
+            )
     if dice.random() < 0.5:
         content["files"][first]["bytes"] = size * 8
     if dice.random() < 0.3:

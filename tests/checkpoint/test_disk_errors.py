@@ -199,8 +199,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=512k", "none", place],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield place

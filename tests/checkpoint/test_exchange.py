@@ -98,9 +98,12 @@ def test_several_files_with_an_index(dtype: Any, tmp_path: Path, fakes: Any) -> 
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert sorted(p.name for p in folder.iterdir()) == [*shards, INDEX]
     assert document["weight_map"] == {
-        "a.weight": shards[0], "a.bias": shards[1], "b.scale": shards[1], "b.empty": shards[1],
+        "a.weight": shards[0],
+        "a.bias": shards[1],
+        "b.scale": shards[1],
+        "b.empty": shards[1],
         "b.weight": shards[1],
-    }  # fmt: skip
+    }
     assert document["metadata"]["total_size"] == 13 * np.dtype(dtype).itemsize
     same({n: a for s in shards for n, a in load_file(folder / s).items()}, arrays)
     with safe_open(folder / shards[0], "np") as file:

@@ -168,9 +168,13 @@ def test_jobs(tmp_path: Path, fakes: Any, torture: Any) -> None:
         what = f"trial {number}: {words} of {ranks}, {python}"
         with subprocess.Popen(
             [python, "-m", "mpishard", "run", "-n", str(ranks), SCRIPT, *words],
-            env=environment_of_a_job() | {"MPISHARD_TIMEOUT": "3"}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        ) as process:  # fmt: skip
+            env=environment_of_a_job() | {"MPISHARD_TIMEOUT": "3"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
             try:
                 _, said = process.communicate(timeout=LIMIT)
             except subprocess.TimeoutExpired:

@@ -41,8 +41,12 @@ def test_what_stays(tmp_path: Path, fakes: Any) -> None:
         run_in_threads(2, lambda b, s=step: save(folder, fakes, s, backend=b))
         assert (tmp_path / "run" / "latest").read_text() == f"step-{step:08d}\n"
     assert names(tmp_path / "run") == [
-        "latest", "step-00000004", "step-00000008", "step-00000009", "step-00000010"
-    ]  # fmt: skip
+        "latest",
+        "step-00000004",
+        "step-00000008",
+        "step-00000009",
+        "step-00000010",
+    ]
     assert [entry.step for entry in folder.entries()] == [10, 9, 8, 4]
     assert newest_valid(tmp_path / "run") == tmp_path / "run" / "step-00000010"
 

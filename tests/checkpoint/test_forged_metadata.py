@@ -30,12 +30,26 @@ def run(folder: Path, backend: Any = None, *, steps: int = 4, resume: Any = None
     if backend is not None:
         model = ms.as_distributed(model, backend, "fsdp")
         optimizer = ms.as_distributed(optimizer, backend, "fsdp")
-    return optimizer.optimize(ms.OptimizationInputData(
-        model=model, x_train=X, y_train=X[:, :1], x_validation=X, y_validation=X[:, :1],
-        batch_size=4, epochs=4, max_steps=steps, validate_every=2, patience=9, progress=False,
-        keep_best=True, checkpoint=folder, checkpoint_every=2, resume=resume,
-        user_state={"rng": np.random.default_rng(3)},
-    ))  # fmt: skip
+    return optimizer.optimize(
+        ms.OptimizationInputData(
+            model=model,
+            x_train=X,
+            y_train=X[:, :1],
+            x_validation=X,
+            y_validation=X[:, :1],
+            batch_size=4,
+            epochs=4,
+            max_steps=steps,
+            validate_every=2,
+            patience=9,
+            progress=False,
+            keep_best=True,
+            checkpoint=folder,
+            checkpoint_every=2,
+            resume=resume,
+            user_state={"rng": np.random.default_rng(3)},
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +149,12 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(number=st.integers(0, 10**9), is_lost=st.booleans(), is_metadata=st.booleans())
 def test_anything_anywhere(
-    good: Path, tmp_path_factory: pytest.TempPathFactory,
-    number: int, is_lost: bool, is_metadata: bool,
-) -> None:  # fmt: skip
+    good: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    number: int,
+    is_lost: bool,
+    is_metadata: bool,
+) -> None:
     dice = random.Random(number)
 
     def change(content: Any) -> None:

@@ -32,9 +32,12 @@ def test_processes_of_threads(tmp_path: Path, torture: Any) -> None:
     count = torture.count(24, 950)
     done = subprocess.run(
         [sys.executable, SCRIPT, "forks", tmp_path, str(count), str(torture.seed)],
-        env=environment_of_a_job(), capture_output=True, text=True, check=False,
+        env=environment_of_a_job(),
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=60 + 3 * count,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = Counter(json.loads(done.stdout))
     assert sum(outcomes.values()) == count
@@ -62,9 +65,13 @@ def test_one_rank_of_an_mpi_job(tmp_path: Path, torture: Any) -> None:
         command = [wheels()[names[number % len(names)]], "-m", "mpishard", "run"]
         with subprocess.Popen(
             [*command, "-n", str(ranks), SCRIPT, "rank", folder, *words],
-            env=environment_of_a_job(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        ) as process:  # fmt: skip
+            env=environment_of_a_job(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
             try:
                 started = time.monotonic()
                 while job.begun_and_ended()[1] < 2 and time.monotonic() - started < LIMIT:

@@ -48,35 +48,39 @@ class Layout:
     def build(self, backend: Any, seed: int) -> tuple[Any, Any]:
         """A model and an optimizer, whose every number depends on the seed."""
         plain = ms.nn.GPT(
-            vocabulary_size=13, context_length=TOKENS, layers=2, heads=4,
-            width=8, seed=seed,
-        )  # fmt: skip
+            vocabulary_size=13,
+            context_length=TOKENS,
+            layers=2,
+            heads=4,
+            width=8,
+            seed=seed,
+        )
         config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
         rule = ms.optimizers.AdamW(1e-3, parameter_options={"*.norm.*": {"frozen": True}})
         if not self.schedule:
             model, optimizer = STRATEGIES[self.strategy]
             return model(plain, config), optimizer(rule, config)
         mesh = HybridShardedModel(
-            plain, config, *self.mesh, data_parallel_strategy=self.strategy,
-            schedule=self.schedule, micro_batch_count=2,
-        )  # fmt: skip
+            plain,
+            config,
+            *self.mesh,
+            data_parallel_strategy=self.strategy,
+            schedule=self.schedule,
+            micro_batch_count=2,
+        )
         return mesh, HybridShardedOptimizer(rule, config, *self.mesh)
 
 
 def layouts() -> list[Layout]:
     """Every strategy in every world, and every mesh, up to 8 ranks."""
     found = [
-        Layout(strategy, (1, 1, size))
-        for strategy in STRATEGIES
-        for size in range(1, LARGEST + 1)
-    ]  # fmt: skip
+        Layout(strategy, (1, 1, size)) for strategy in STRATEGIES for size in range(1, LARGEST + 1)
+    ]
     for mesh in itertools.product((1, 2, 3), (1, 2, 4), range(1, LARGEST + 1)):
         if math.prod(mesh) <= LARGEST and mesh[:2] != (1, 1):
             names = SCHEDULES if mesh[0] == 2 else SCHEDULES[:1]
             place = sum(mesh)
-            found.append(
-                Layout([*STRATEGIES][place % 4], mesh, names[mesh[2] % len(names)])
-            )  # fmt: skip
+            found.append(Layout([*STRATEGIES][place % 4], mesh, names[mesh[2] % len(names)]))
     return found
 
 

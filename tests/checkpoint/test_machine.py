@@ -140,9 +140,11 @@ class Checkpoints(RuleBasedStateMachine):
         self, entry: Entry, model: Model, staging: StagingBuffer | None = None
     ) -> PendingSave:
         return begin_save(
-            lambda: self.folder.target(entry.step), model, metadata={"seed": entry.seed},
+            lambda: self.folder.target(entry.step),
+            model,
+            metadata={"seed": entry.seed},
             staging=staging,
-        )  # fmt: skip
+        )
 
     @precondition(lambda self: self.pending is None)
     @rule(back=st.sampled_from([0, 0, 0, 1, 3]), world_size=st.integers(1, 3))
@@ -287,9 +289,12 @@ def test_checkpoints(
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(
-            max_examples=max(4, steps // length), stateful_step_count=length, deadline=None,
+            max_examples=max(4, steps // length),
+            stateful_step_count=length,
+            deadline=None,
             phases=[Phase.generate],  # shrinking takes minutes, and the steps are few
-            suppress_health_check=list(HealthCheck), derandomize=not torture.is_nightly,
+            suppress_health_check=list(HealthCheck),
+            derandomize=not torture.is_nightly,
         ),
-    )  # fmt: skip
+    )
     torture.saw(f"{steps} steps: save, crash, corrupt, load, prune; model and disk agree")

@@ -50,9 +50,15 @@ def test_numbers_that_json_does_not_know_come_back(tmp_path: Path) -> None:
 def test_a_run_without_an_evaluation_leaves_strict_json(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((8, 2))
     data = ms.OptimizationInputData(
-        model=ms.nn.MLP([2, 1], seed=0), x_train=x, y_train=x[:, :1], batch_size=2, max_steps=1,
-        patience=3, progress=False, checkpoint=tmp_path / "run",
-    )  # fmt: skip
+        model=ms.nn.MLP([2, 1], seed=0),
+        x_train=x,
+        y_train=x[:, :1],
+        batch_size=2,
+        max_steps=1,
+        patience=3,
+        progress=False,
+        checkpoint=tmp_path / "run",
+    )
     ms.optimizers.AdamW(1e-2).optimize(data)
     directory = tmp_path / "run" / "step-00000001"
     text = (directory / "manifest.json").read_text()

@@ -332,9 +332,13 @@ def test_what_cannot_be_written_is_refused(
 def test_pieces_need_not_be_contiguous(tmp_path: Path) -> None:
     vector = np.arange(26.0)[::2]
     write_checkpoint(
-        tmp_path / "c", None, [ParameterEntry("w", (13,), 0)], vector.dtype,
-        {"parameters": [(ALL, vector)]}, {},
-    )  # fmt: skip
+        tmp_path / "c",
+        None,
+        [ParameterEntry("w", (13,), 0)],
+        vector.dtype,
+        {"parameters": [(ALL, vector)]},
+        {},
+    )
     out = np.empty(13)
     with CheckpointReader(tmp_path / "c") as reader:
         reader.read("parameters", ALL, out)

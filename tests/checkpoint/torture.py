@@ -51,8 +51,11 @@ def main(
             done = subprocess.run(
                 [*command, FOLDER / TESTS[name]],
                 env=os.environ | {"MPISHARD_TEST_TORTURE": order, "OMP_NUM_THREADS": "1"},
-                cwd=ROOT, capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             failed += bool(done.returncode)
             if done.returncode:
                 console.print(done.stdout + done.stderr, markup=False, highlight=False)

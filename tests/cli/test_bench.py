@@ -18,8 +18,20 @@ from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.testing.worlds import in_worlds
 
-SMALL = ["--width", "16", "--layers", "3", "--batch", "4", "--steps", "2", "--warmup", "1",
-         "--unit-size", "200"]  # fmt: skip
+SMALL = [
+    "--width",
+    "16",
+    "--layers",
+    "3",
+    "--batch",
+    "4",
+    "--steps",
+    "2",
+    "--warmup",
+    "1",
+    "--unit-size",
+    "200",
+]
 FEW = ["--sizes", "8B,1KiB", "--repeats", "2"]
 
 
@@ -97,8 +109,12 @@ def test_collectives(tmp_path):
 
 def test_ratios_are_those_of_one_repeat():
     """What disturbs a repeat disturbs both ways; and in place is compared with in place."""
-    times = {"ours": (1, 8, 300), "ours, in place": (9, 9, 9), "MPI": (1, 4, 100),
-             "MPI, in place": (3, 3, 3)}  # fmt: skip
+    times = {
+        "ours": (1, 8, 300),
+        "ours, in place": (9, 9, 9),
+        "MPI": (1, 4, 100),
+        "MPI, in place": (3, 3, 3),
+    }
     rows = [CollectiveResult("all_reduce", way, 2**20, t) for way, t in times.items()]
     ratios = CollectiveBenchmark([], []).table(rows, 2).columns[6]
     assert list(ratios.cells) == ["2.00", "3.00", "1.00", "0.75"]
@@ -122,8 +138,12 @@ def test_numbers_that_json_does_not_know_are_refused(tmp_path):
 
 
 def test_plural_forms():
-    words = [counted(1, "layer"), counted(2, "layer"), counted(1, "micro-batch"),
-             counted(0, "micro-batch")]  # fmt: skip
+    words = [
+        counted(1, "layer"),
+        counted(2, "layer"),
+        counted(1, "micro-batch"),
+        counted(0, "micro-batch"),
+    ]
     assert words == ["1 layer", "2 layers", "1 micro-batch", "0 micro-batches"]
 
 

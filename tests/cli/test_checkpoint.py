@@ -33,10 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         pair[1].optimize(
             ms.OptimizationInputData(
-                model=pair[0], x_train=x, y_train=x[:, :1], batch_size=8, epochs=2, progress=False,
-                checkpoint=path, checkpoint_every=3,
+                model=pair[0],
+                x_train=x,
+                y_train=x[:, :1],
+                batch_size=8,
+                epochs=2,
+                progress=False,
+                checkpoint=path,
+                checkpoint_every=3,
             )
-        )  # fmt: skip
+        )
 
     ms.run_in_threads(2, train)
     return path
@@ -81,8 +87,9 @@ def test_inspect_lists_a_folder(folder: Path, damaged: Path) -> None:
     found = read("inspect", folder, "--json")
     assert found["latest"] == "step-00000008"
     assert [(c["name"], c["step"], c["whole"]) for c in found["checkpoints"]] == [
-        ("step-00000008", 8, True), ("step-00000006", 6, True)
-    ]  # fmt: skip
+        ("step-00000008", 8, True),
+        ("step-00000006", 6, True),
+    ]
     for entry in found["checkpoints"]:
         sizes = [f.stat().st_size for f in (folder / entry["name"]).iterdir()]
         assert entry["bytes"] == sum(sizes)
@@ -124,8 +131,9 @@ def test_check_reports_each_without_a_manifest(without_manifests: Path) -> None:
     result = invoke("check", without_manifests, "--all")
     assert result.exit_code == 1
     assert [line.split("/")[-1] for line in result.stdout.splitlines() if "damaged" in line] == [
-        "step-00000008 is damaged:", "step-00000005 is damaged:"
-    ]  # fmt: skip
+        "step-00000008 is damaged:",
+        "step-00000005 is damaged:",
+    ]
     assert result.stdout.count("  manifest.json: it is missing") == 2
     assert result.stdout.count("is whole") == 2
     told = "mpishard checkpoint: 2 of 4 checkpoints cannot be trusted"

@@ -360,8 +360,12 @@ def test_json_counts():
     report = json.loads(as_json([Finding("a.b", "t", {"x": 1}, "m"), Finding("a.c", "u")]))
     assert (report["schema"], report["problems"], report["notes"]) == (2, 0, 1)
     assert report["findings"][0] == {
-        "name": "a.b", "verdict": "note", "text": "t", "value": {"x": 1}, "fix": "m",
-    }  # fmt: skip
+        "name": "a.b",
+        "verdict": "note",
+        "text": "t",
+        "value": {"x": 1},
+        "fix": "m",
+    }
     assert summary([]) == "0 problems, 0 notes"
 
 

@@ -19,9 +19,15 @@ KILLED, ENDED, TERMINATED, SEGMENTED = -9, 0, -15, -11
 
 
 def record_of(
-    rank, state=RankState.RUNNING, code=0, calls=2, world_size=3, launched_rank=None,
-    world_number=0, waits=0,
-):  # fmt: skip
+    rank,
+    state=RankState.RUNNING,
+    code=0,
+    calls=2,
+    world_size=3,
+    launched_rank=None,
+    world_number=0,
+    waits=0,
+):
     page = StatusPage(rank, world_size, launched_rank, world_number)
     for sequence in range(1, calls + 1):
         call = Call.describe(

@@ -22,11 +22,24 @@ def test_table_and_text():
     ended = plan("-p", 4, "-m", 8)
     assert ended.exit_code == 0, ended.output
     assert row_of(ended.stdout, "1F1B") == [
-        "1F1B", "1", "27.3%", "27.3%", "33", "27.3%", "4 3 2 1", "4 3 2 1",
-    ]  # fmt: skip
+        "1F1B",
+        "1",
+        "27.3%",
+        "27.3%",
+        "33",
+        "27.3%",
+        "4 3 2 1",
+        "4 3 2 1",
+    ]
     assert row_of(ended.stdout, "Looped-BFS")[1:] == [
-        "2", "15.8%", "15.8%", "28.5", "15.8%", "8", "8",
-    ]  # fmt: skip
+        "2",
+        "15.8%",
+        "15.8%",
+        "28.5",
+        "15.8%",
+        "8",
+        "8",
+    ]
     assert row_of(ended.stdout, "ZB-V")[1:] == ["2", "0.0%", "0.0%", "25.5", "5.9%", "4", "4"]
     assert "rank 0  F0F1F2F3......B0W0F4" in ended.stdout
     assert "Wider than 80 columns: Interleaved-1F1B, Looped-BFS, ZB-V.\n--output" in ended.stdout
@@ -34,8 +47,18 @@ def test_table_and_text():
 
 
 def test_one_schedule_with_times():
-    options = ["--schedule", "zb-h1", "--forward", 2, "--backward-input", 3,
-               "--backward-weight", 5, "--communication", 7]  # fmt: skip
+    options = [
+        "--schedule",
+        "zb-h1",
+        "--forward",
+        2,
+        "--backward-input",
+        3,
+        "--backward-weight",
+        5,
+        "--communication",
+        7,
+    ]
     ended = plan("--stages", 2, "--micro-batches", 1, *options)
     assert ended.exit_code == 0, ended.output
     # 2, 7, 2, 3, 7, 3 and 5 more.
@@ -47,8 +70,15 @@ def test_json():
     ended = plan("-p", 4, "-m", 8, "--virtual-stages", 4, "--json")
     assert ended.exit_code == 0, ended.output
     rows = {row["schedule"]: row for row in json.loads(ended.stdout)}
-    assert list(rows) == ["GPipe", "1F1B", "Interleaved-1F1B", "Looped-BFS", "ZB-H1", "ZB-H2",
-                          "ZB-V"]  # fmt: skip
+    assert list(rows) == [
+        "GPipe",
+        "1F1B",
+        "Interleaved-1F1B",
+        "Looped-BFS",
+        "ZB-H1",
+        "ZB-H2",
+        "ZB-V",
+    ]
     interleaved = rows["Interleaved-1F1B"]
     assert interleaved["virtual_stages_per_rank"] == 4
     assert interleaved["bubble_fraction"] == pytest.approx(3 / 35)

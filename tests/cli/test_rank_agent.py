@@ -30,8 +30,9 @@ def start(tmp_path):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         return subprocess.Popen(
             [sys.executable, "-I", "-S", rank_agent.__file__, "A_RANK", logs, *program],
-            text=True, **({"env": {"A_RANK": "3", "MPISHARD_JOB_FOLDER": str(tmp_path)}} | options),
-        )  # fmt: skip
+            text=True,
+            **({"env": {"A_RANK": "3", "MPISHARD_JOB_FOLDER": str(tmp_path)}} | options),
+        )
 
     return begin
 
@@ -192,9 +193,12 @@ def test_last_words_survive_sigkill(start, log):
 
 def test_signals_to_the_group_end_the_program_and_not_its_log(start, log):
     process = start(
-        "/bin/sh", "-c", "trap 'echo told; exit 3' TERM; echo ready; read line",
-        stdin=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        "/bin/sh",
+        "-c",
+        "trap 'echo told; exit 3' TERM; echo ready; read line",
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=20)
@@ -222,9 +226,12 @@ def test_an_unfinished_line_is_shown_soon(start):
 
 def test_a_terminal_that_is_gone_does_not_stop_the_log(start, log):
     process = start(
-        "/bin/sh", "-c", "read line; echo one; echo two", stdin=subprocess.PIPE,
+        "/bin/sh",
+        "-c",
+        "read line; echo one; echo two",
+        stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     process.stdout.close()
     process.stdin.write("go\n")
     process.stdin.close()

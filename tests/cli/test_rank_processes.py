@@ -31,8 +31,9 @@ def test_the_first_to_end_is_the_first(tmp_path, note):
     processes = RankProcesses(tmp_path, 3)
     note("1 started 71 81\n0 started 70 80\n2 sta")
     assert [(rank.rank, rank.pid, rank.agent) for rank in processes.look()] == [
-        (1, 81, 71), (0, 80, 70),
-    ]  # fmt: skip
+        (1, 81, 71),
+        (0, 80, 70),
+    ]
     assert not processes.all_seen
     note("rted 72 82\n1 ended -9 5.25\n0 ended 0 5.125\n")
     assert [rank.rank for rank in processes.look()] == [2]

@@ -122,9 +122,15 @@ def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
     lost = iter([["a"], []])
     ends = ("2", SAVED), ("trains", ended(9)), ("", ended(9)), ("", ended(0))
     job = Job(
-        monkeypatch, *ends, ranks=4, most=9, min_ranks=1, max_ranks=4, hosts=HOSTS,
+        monkeypatch,
+        *ends,
+        ranks=4,
+        most=9,
+        min_ranks=1,
+        max_ranks=4,
+        hosts=HOSTS,
         find_lost=lambda: next(lost),
-    )  # fmt: skip
+    )
     # The host that was away is back in the last start, which has as many ranks as were ordered.
     assert job.starts == [(4, ["a", "b"]), (2, ["b"]), (2, ["b"]), (2, ["a", "b"])]
     assert (job.resizing.least, job.resizing.most) == (1, 4)
@@ -305,10 +311,15 @@ def whole():
         config = ms.ShardingConfiguration(backend, gradient_leaves=4)
         result = ms.optimizers.ZeRO2Optimizer(ms.optimizers.Adam(1e-2), config).optimize(
             ms.OptimizationInputData(
-                model=ms.nn.MLP([6, 8, 3], activation="tanh", seed=2), x_train=x, y_train=y,
-                batch_size=8, max_steps=24, epochs=10, progress=False,
+                model=ms.nn.MLP([6, 8, 3], activation="tanh", seed=2),
+                x_train=x,
+                y_train=y,
+                batch_size=8,
+                max_steps=24,
+                epochs=10,
+                progress=False,
             )
-        )  # fmt: skip
+        )
         return result.model.gather_full_parameters()
 
     return ms.run_in_threads(1, main)[0]
@@ -325,8 +336,11 @@ def test_a_running_job_takes_another_rank_and_has_the_same_bits(tmp_path):
     allowed.write_text("9")
     with subprocess.Popen(
         [*mpishard, "run", *options, str(script), str(tmp_path)],
-        stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
-    ) as job:  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as job:
         try:
             wait_for_step(tmp_path / "step", 9)
             order = [*mpishard, "resize", str(logs), "-n", "2"]

@@ -179,9 +179,11 @@ def test_a_job_goes_on_without_a_lost_host(finish, tmp_path):
     ssh.chmod(0o755)
     hosts = ["--hosts", "a.test:2,b.test:1", "--max-restarts", "1", "--min-ranks", "2"]
     code, out, lines = finish(
-        LOSES, str(away / "b.test"),
-        options=["-n", "3", *hosts], PATH=f"{ssh.parent}:{os.environ['PATH']}",
-    )  # fmt: skip
+        LOSES,
+        str(away / "b.test"),
+        options=["-n", "3", *hosts],
+        PATH=f"{ssh.parent}:{os.environ['PATH']}",
+    )
     assert code == 0, lines
     starts = sorted(re.findall(r"start \d, rank \d of \d", out))
     assert starts == ["start 1, rank 0 of 2", "start 1, rank 1 of 2"]

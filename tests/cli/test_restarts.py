@@ -150,9 +150,15 @@ def lost_in_turn(*answers):
 
 def test_fewer_ranks_where_a_host_is_lost_and_more_when_it_is_back(told):
     job = told(
-        failed(), failed(), failed(), WELL,
-        hosts=HOSTS, most=5, min_ranks=2, find_lost=lost_in_turn(["a"], ["b"], []),
-    )  # fmt: skip
+        failed(),
+        failed(),
+        failed(),
+        WELL,
+        hosts=HOSTS,
+        most=5,
+        min_ranks=2,
+        find_lost=lost_in_turn(["a"], ["b"], []),
+    )
     assert job.starts == [(0, 4, ["a", "b"]), (1, 2, ["b"]), (2, 2, ["a"]), (3, 4, ["a", "b"])]
     assert job.lines[0] == f"{LINE}; restart 1 of 5 with 2 ranks on b without a in 1 s"
     assert job.lines[2] == f"{LINE}; restart 3 of 5 with 4 ranks in 4 s"

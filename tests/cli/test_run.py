@@ -369,9 +369,17 @@ def test_version_and_help():
     commands = CliRunner().invoke(app, ["--help"]).stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line[2:3].strip()]
     assert names == [
-        "run", "doctor", "verify", "plan", "bench", "checkpoint", "resize", "trace", "plot",
+        "run",
+        "doctor",
+        "verify",
+        "plan",
+        "bench",
+        "checkpoint",
+        "resize",
+        "trace",
+        "plot",
         "watch",
-    ]  # fmt: skip
+    ]
     for name in names:  # the list imports no command, so it has the summaries a second time
         summary = CliRunner().invoke(app, [name, "--help"]).stdout.split("\n\n")[1]
         listed = commands.partition(f"  {name} ")[2].partition(".\n")[0] + "."
@@ -521,8 +529,20 @@ def test_closed_streams(script, tmp_path, closed):
 
 # Root may have as many processes as it likes; another user cannot read root's files.
 RIGHTS = "+dac_override,+dac_read_search"
-ANOTHER_USER = ["setpriv", "--reuid", "UID", "--regid", "UID", "--clear-groups", "--inh-caps",
-                RIGHTS, "--ambient-caps", RIGHTS, "prlimit", "--nproc=LIMIT:LIMIT"]  # fmt: skip
+ANOTHER_USER = [
+    "setpriv",
+    "--reuid",
+    "UID",
+    "--regid",
+    "UID",
+    "--clear-groups",
+    "--inh-caps",
+    RIGHTS,
+    "--ambient-caps",
+    RIGHTS,
+    "prlimit",
+    "--nproc=LIMIT:LIMIT",
+]
 
 
 @pytest.mark.spawned
@@ -558,7 +578,10 @@ def test_too_few_open_files(tmp_path):
     words = [sys.executable, "-m", "mpishard", "run", "-n", "2", tmp_path / "script.py"]
     ended = subprocess.run(
         ["/bin/sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *words],
-        capture_output=True, text=True, timeout=40, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
     assert ended.returncode == 1, ended
     assert re.search(r"mpishard run: .*ulimit -n", ended.stderr), ended

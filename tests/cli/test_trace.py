@@ -136,8 +136,13 @@ def job(*arguments, cwd):
     return subprocess.run(
         [sys.executable, "-m", "mpishard", "trace", "run", "-n", "2", *arguments],
         env=outside_launchers(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MPISHARD_NUMBA="off"),
-        cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
 
 
 @pytest.mark.spawned

@@ -168,9 +168,13 @@ def job(world_size: int, sizes: Any = (), **settings: Any) -> VerifyJob:
 
 
 def verdict_of(
-    backend: Any, make: Any, sizes: Any = (), optimizer: str = "sgd", options: Any = None,
+    backend: Any,
+    make: Any,
+    sizes: Any = (),
+    optimizer: str = "sgd",
+    options: Any = None,
     **settings: Any,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """On every rank; each trains the reference for itself."""
 
     def problem(rank: int | None) -> Problem:
@@ -217,8 +221,12 @@ def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimize
 def test_a_line_search_is_equal(backend: Any) -> None:
     # More steps than pairs, so that the oldest pair is forgotten.
     given = {"optimizer": "lbfgs", "steps": 6}
-    for strategy, kind in (("fsdp", "mlp"), ("pipeline", "mlp"), ("zero2", "function"),
-                           ("ddp", "loss")):  # fmt: skip
+    for strategy, kind in (
+        ("fsdp", "mlp"),
+        ("pipeline", "mlp"),
+        ("zero2", "function"),
+        ("ddp", "loss"),
+    ):
         c = verdict_of(backend, RIGHT[kind], strategy=strategy, **given)
         assert c.is_equal, c.lines()
         assert c.worst("parameters", "losses", "own gradients") < 1e-12
@@ -230,9 +238,15 @@ def test_a_line_search_is_equal(backend: Any) -> None:
 
 def gpt() -> Any:
     return ms.nn.GPT(
-        vocabulary_size=11, context_length=6, width=8, heads=2, layers=1, seed=0,
-        dtype="float64", tied_embeddings=True,
-    )  # fmt: skip
+        vocabulary_size=11,
+        context_length=6,
+        width=8,
+        heads=2,
+        layers=1,
+        seed=0,
+        dtype="float64",
+        tied_embeddings=True,
+    )
 
 
 def tokens() -> tuple[Any, Any]:
@@ -302,8 +316,13 @@ def given(kind: str, **options: Any) -> Problem:
 
 def test_a_mesh_and_its_options_are_named() -> None:
     mine = job(8, (2, 2, 2), strategy="hybrid")
-    full = given("gpt", schedule="zb-h1", sequence_parallel=True, data_parallel_strategy="ddp",
-                 checkpoint_config=ActivationCheckpointConfig(enabled=True))  # fmt: skip
+    full = given(
+        "gpt",
+        schedule="zb-h1",
+        sequence_parallel=True,
+        data_parallel_strategy="ddp",
+        checkpoint_config=ActivationCheckpointConfig(enabled=True),
+    )
     assert mine.describe(full) == (
         " (2 pipeline x 2 tensor x 2 data, schedule=zb-h1, sequence_parallel=True, "
         "data_parallel_strategy=ddp, checkpoint_config=ActivationCheckpointConfig, "
@@ -543,15 +562,20 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
     parameters[1, 3, 1] = 0.5
     parameters[0, 2, 2] = parameters[0, 3, 2] = 0.25
     c = Comparison(
-        [(name, "(1,)") for name in "abc"], {"parameters": parameters}, {"parameters": 1e-10},
-        {"error": "parameters"}, {"parameters": "step {step}: {ranks}, {name}"}, "float64",
-    )  # fmt: skip
+        [(name, "(1,)") for name in "abc"],
+        {"parameters": parameters},
+        {"parameters": 1e-10},
+        {"error": "parameters"},
+        {"parameters": "step {step}: {ranks}, {name}"},
+        "float64",
+    )
     table = c.table()
     rows = list(zip(*(column._cells for column in table.columns), strict=True))
     assert rows == [
-        ("b", "(1,)", "5.0e-01", "1", "3"), ("c", "(1,)", "2.5e-01", "0", "2"),
+        ("b", "(1,)", "5.0e-01", "1", "3"),
+        ("c", "(1,)", "2.5e-01", "0", "2"),
         ("a", "(1,)", "0.0e+00", "0", ""),
-    ]  # fmt: skip
+    ]
     assert c.lines() == [
         "step 2: rank 0, c",
         "DIFFERENT: 2 of 3 parameters exceed 1e-10 in 3 steps (worst 5.0e-01), float64",
@@ -633,11 +657,15 @@ def file(tmp_path: Path) -> str:
 
 def verify(*arguments: str, cwd: Any = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mpishard", "verify", *arguments], cwd=cwd,
+        [sys.executable, "-m", "mpishard", "verify", *arguments],
+        cwd=cwd,
         # Without numba, which takes a second to load on each rank.
         env={"PYTHONPATH": str(Path(__file__).parents[2])} | os.environ | {"MPISHARD_NUMBA": "off"},
-        capture_output=True, text=True, timeout=50, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -663,8 +691,17 @@ def test_a_job_of_threads(file: str, without_mpi: None) -> None:
 
 @pytest.mark.spawned
 def test_a_job_on_a_mesh_has_the_schedule_of_the_factory(file: str, without_mpi: None) -> None:
-    ended = verify(f"{file}:scheduled", "--strategy", "hybrid", "-n", "4",
-                   "--pipeline-parallel-size", "2", "--steps", "2")  # fmt: skip
+    ended = verify(
+        f"{file}:scheduled",
+        "--strategy",
+        "hybrid",
+        "-n",
+        "4",
+        "--pipeline-parallel-size",
+        "2",
+        "--steps",
+        "2",
+    )
     assert ended.returncode == 0, ended.stderr
     first, *_, last = ended.stdout.splitlines()
     mesh = "2 pipeline x 1 tensor x 2 data, schedule=zb-v, micro_batch_count=4"
@@ -752,31 +789,55 @@ class OwnRule(ms.optimizers.SGD):
     [
         (3, None, "must return .model, x, y. or .*\nit returned int"),
         ((1, 2), None, "it returned a tuple of 2"),
-        ((Nothing(), *data()), None,
-         "has no get_parameters and no set_parameters and no compute_gradients\n"),
+        (
+            (Nothing(), *data()),
+            None,
+            "has no get_parameters and no set_parameters and no compute_gradients\n",
+        ),
         ((squares(), [1.0], np.ones(1)), None, "cannot be trained on\nx must be an array"),
         ((squares(), np.ones((3, 5)), np.ones(2)), None, "x has 3 and y has 2"),
         ((squares(), *data(), np.sum), None, "must be a loss of mpishard.nn\nit is a"),
         ((squares(), *data(), None, {}, {}), None, "it returned a tuple of 6"),
         ((squares(), data()[0], {}), None, "it returned a tuple of 3"),
-        ((squares(), *data(), {"optimiser": 1}), None,
-         "has 'optimiser'\nknown are optimizer, batch_size, .* did you mean optimizer"),
-        ((squares(), *data(), {"optimizer": "adamw"}), None,
-         "must be a rule of mpishard.optimizers\nit is an object of str; verify has the"),
-        ((squares(), *data(), {"optimizer": ms.optimizers.AdamW}), None,
-         "it is the class AdamW: return an object of it"),
-        ((squares(), *data(), {"optimizer": OwnRule()}), None,
-         "it is an object of OwnRule; verify has the textbook's form of SGD, Adagrad, RMSprop"),
+        (
+            (squares(), *data(), {"optimiser": 1}),
+            None,
+            "has 'optimiser'\nknown are optimizer, batch_size, .* did you mean optimizer",
+        ),
+        (
+            (squares(), *data(), {"optimizer": "adamw"}),
+            None,
+            "must be a rule of mpishard.optimizers\nit is an object of str; verify has the",
+        ),
+        (
+            (squares(), *data(), {"optimizer": ms.optimizers.AdamW}),
+            None,
+            "it is the class AdamW: return an object of it",
+        ),
+        (
+            (squares(), *data(), {"optimizer": OwnRule()}),
+            None,
+            "it is an object of OwnRule; verify has the textbook's form of SGD, Adagrad, RMSprop",
+        ),
         ((squares(), *data(), {"batch_size": 0}), None, "\nbatch_size must be 1 or more, got 0"),
-        ((squares(), *data(), {"schedule": "dualpipe"}), None,
-         "an option that cannot be used\nschedule must be one of gpipe, 1f1b, interleaved"),
+        (
+            (squares(), *data(), {"schedule": "dualpipe"}),
+            None,
+            "an option that cannot be used\nschedule must be one of gpipe, 1f1b, interleaved",
+        ),
         ((squares(), *data(), {"micro_batch_count": 0}), None, "\nmicro_batch_count must be 1 or"),
-        ((squares(), *data(), {"data_parallel_strategy": "hybrid"}), None,
-         "\nunknown data_parallel_strategy 'hybrid'; there are ddp, zero1, zero2, zero3, fsdp"),
-        ((squares(), *data(), {"tensor_parallel_size": 2}), None,
-         "has 'tensor_parallel_size', a size of the mesh\ngive --tensor-parallel-size to the comm"),
+        (
+            (squares(), *data(), {"data_parallel_strategy": "hybrid"}),
+            None,
+            "\nunknown data_parallel_strategy 'hybrid'; there are ddp, zero1, zero2, zero3, fsdp",
+        ),
+        (
+            (squares(), *data(), {"tensor_parallel_size": 2}),
+            None,
+            "has 'tensor_parallel_size', a size of the mesh\ngive --tensor-parallel-size to the comm",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refuses_what_factories_return(given: Any, dtype: Any, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         build_problem(lambda seed: given, 0, dtype)

@@ -33,8 +33,9 @@ from mpishard.communication.contract.status import RankState, StatusPage, record
 from mpishard.observe import MetricsWriter
 
 JOB = Path(__file__).with_name("watched_job.py")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-                None)  # fmt: skip
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 def page_of(folder, rank, state=RankState.RUNNING):
@@ -112,8 +113,9 @@ def test_ranks_that_run_wait_and_are_gone(tmp_path, monkeypatch):
     pages[0].record(call, None)
     now = RunState(tmp_path, tmp_path).now()
     assert [(r["rank"], r["kind"], r["state"]) for r in now["ranks"]] == [
-        (0, "runs", "runs"), (1, "runs", "runs")
-    ]  # fmt: skip
+        (0, "runs", "runs"),
+        (1, "runs", "runs"),
+    ]
     assert now["is_running"]
     assert now["verdict"] == ""
     assert now["ranks"][0]["call"].startswith("collective 1, barrier()")
@@ -188,8 +190,11 @@ def watching(run):
     """The address of the page of ``run``, and what the command says before it."""
     with subprocess.Popen(
         [sys.executable, "-m", "mpishard", "watch", str(run), "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment_of_a_job(),
-    ) as process:  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment_of_a_job(),
+    ) as process:
         said = ""
         try:
             while "http://" not in said:
@@ -234,10 +239,14 @@ def test_only_this_machine_is_answered(tmp_path):
         assert "did you mean runs?" in said
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         for path, host, status in (
-            ("/", None, 200), ("/state", None, 200), ("/../etc/passwd", None, 404),
-            ("/state", "attacker.example:80", 403), ("/state", "attacker.example", 403),
-            ("/state", "127.0.0.1", 200), ("/state", "localhost", 200),
-        ):  # fmt: skip
+            ("/", None, 200),
+            ("/state", None, 200),
+            ("/../etc/passwd", None, 404),
+            ("/state", "attacker.example:80", 403),
+            ("/state", "attacker.example", 403),
+            ("/state", "127.0.0.1", 200),
+            ("/state", "localhost", 200),
+        ):
             connection.request("GET", path, headers={} if host is None else {"Host": host})
             answer = connection.getresponse()
             assert (answer.status, path) == (status, path)
@@ -286,10 +295,14 @@ def test_a_run_in_memory_has_curves_and_no_ranks(tmp_path):
         model = ms.as_distributed(ms.nn.MLP([2, 3, 1], seed=0), backend)
         ms.as_distributed(ms.optimizers.SGD(0.1), backend).optimize(
             ms.OptimizationInputData(
-                model=model, x_train=np.ones((8, 2)), y_train=np.ones((8, 1)), batch_size=3,
-                metrics=tmp_path / "metrics.jsonl", progress=False,
+                model=model,
+                x_train=np.ones((8, 2)),
+                y_train=np.ones((8, 1)),
+                batch_size=3,
+                metrics=tmp_path / "metrics.jsonl",
+                progress=False,
             )
-        )  # fmt: skip
+        )
 
     ms.run_in_threads(2, main)
     now = RunState(tmp_path, tmp_path).now()

@@ -28,11 +28,19 @@ def main(backend):
     print(f"training {os.getpid()}", flush=True)
     ms.as_distributed(ms.optimizers.AdamW(1e-3), backend).optimize(
         ms.OptimizationInputData(
-            model=model, x_train=x[40:], y_train=y[40:], x_validation=x[:40], y_validation=y[:40],
-            batch_size=20, epochs=9000, validate_every=100,
-            metrics=RUN / "metrics.jsonl", callbacks=[Pace()], progress=False,
+            model=model,
+            x_train=x[40:],
+            y_train=y[40:],
+            x_validation=x[:40],
+            y_validation=y[:40],
+            batch_size=20,
+            epochs=9000,
+            validate_every=100,
+            metrics=RUN / "metrics.jsonl",
+            callbacks=[Pace()],
+            progress=False,
         )
-    )  # fmt: skip
+    )
 
 
 ms.launch(main)

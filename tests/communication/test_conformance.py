@@ -75,9 +75,11 @@ def test_a_group_and_its_world_work_at_once(backend):
             works += [
                 (world.all_reduce_async(ones.copy()), np.full(length, float(members))),
                 (world.all_gather_async(ones), np.ones(length * members)),
-                (world.broadcast_async(np.full(length, float(world.rank)), 1 % members),
-                 np.full(length, float(1 % members))),
-            ]  # fmt: skip
+                (
+                    world.broadcast_async(np.full(length, float(world.rank)), 1 % members),
+                    np.full(length, float(1 % members)),
+                ),
+            ]
     for index in np.random.default_rng(backend.rank).permutation(len(works)):
         work, expected = works[index]
         assert_same(work.wait(), expected, "of a group beside its world")
@@ -135,9 +137,19 @@ def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypat
     monkeypatch.setattr(messages.MessageChannel, "ROUND_BYTES", 300)
     with MPICommunicationBackend() as world:
         checks = CommunicationConformance(SAMPLE[1:3])
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter",
-                     "gather", "all_to_all", "twins", "allocate_shared", "point_to_point",
-                     "async_point_to_point"):  # fmt: skip
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "scatter",
+            "gather",
+            "all_to_all",
+            "twins",
+            "allocate_shared",
+            "point_to_point",
+            "async_point_to_point",
+        ):
             getattr(checks, f"check_{name}")(world)
 
 

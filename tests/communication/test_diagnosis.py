@@ -382,10 +382,11 @@ class TestTable:
 
     def test_many_ranks_fit_a_screen(self):
         records = [
-            busy(rank, *history(2)) if rank in (7, 300) else waiting(rank, *history(3),
-                                                                    seconds=30.0 + rank / 100)
+            busy(rank, *history(2))
+            if rank in (7, 300)
+            else waiting(rank, *history(3), seconds=30.0 + rank / 100)
             for rank in range(512)
-        ]  # fmt: skip
+        ]
         lines = rank_table(records, NOW).splitlines()
         assert lines[0].startswith("  ranks 0-6, 8-299, 301-511: waits 30 to 35 s in collective 3")
         assert lines[3].startswith("  ranks 7, 300: in no collective since collective 2")
@@ -462,10 +463,13 @@ class TestMismatch:
 
     def test_a_method_on_one_rank_only(self):
         calls = [
-            self.call(Kind.ALL_GATHER if rank == 0 else Kind.ALL_REDUCE,
-                      method=PREDICT if rank == 0 else STEP, line=rank)
+            self.call(
+                Kind.ALL_GATHER if rank == 0 else Kind.ALL_REDUCE,
+                method=PREDICT if rank == 0 else STEP,
+                line=rank,
+            )
             for rank in range(3)
-        ]  # fmt: skip
+        ]
         text = self.message(calls)
         assert (
             "mixed. FSDPModel.predict is collective: rank 0 called it at train.py:0, ranks 1, 2 "

@@ -129,8 +129,11 @@ def test_threads_raise_with_the_user_s_frames_and_the_last_of_mpishard(monkeypat
     with pytest.raises(CollectiveMismatchError) as caught:
         run_in_threads(2, differing)
     assert functions_of(caught.value)[1:] == [
-        "run_in_threads", "differing", "deeper", "check_calls"
-    ]  # fmt: skip
+        "run_in_threads",
+        "differing",
+        "deeper",
+        "check_calls",
+    ]
     monkeypatch.setenv("MPISHARD_LOG", "debug")
     with pytest.raises(CollectiveMismatchError) as caught:
         run_in_threads(2, differing)

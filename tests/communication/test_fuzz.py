@@ -59,9 +59,18 @@ def test_a_plan_has_everything_in_it():
     steps = [step for plan in plans for step in plan]
     collectives = [step for step in steps if step.method not in ("split", "message")]
     assert {step.method for step in steps} == {
-        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-        "all_to_all", "barrier", "split", "message", "allocate_shared",
-    }  # fmt: skip
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "scatter",
+        "gather",
+        "all_to_all",
+        "barrier",
+        "split",
+        "message",
+        "allocate_shared",
+    }
     assert len({step.dtype for step in steps}) == 15
     assert len({step.operation for step in steps}) == 5
     assert {step.group for step in steps} > {0, 1, 2, 3}

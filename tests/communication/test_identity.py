@@ -73,8 +73,10 @@ def test_two_ranks_that_are_swapped_are_noticed(monkeypatch):
     combine = TreeReducer.reduce_subtrees
 
     def swapped(self, subtrees, count, operation, out):
-        turned = {(slot ^ 3 if slot in (1, 2) else slot, level): array
-                  for (slot, level), array in subtrees.items()}  # fmt: skip
+        turned = {
+            (slot ^ 3 if slot in (1, 2) else slot, level): array
+            for (slot, level), array in subtrees.items()
+        }
         combine(self, turned if count > 3 else subtrees, count, operation, out)
 
     monkeypatch.setattr(TreeReducer, "reduce_subtrees", swapped)

@@ -167,8 +167,10 @@ def test_all_to_all(backend, dtype, large):
     patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     sizes = [[length if target == large else FEW for target in range(2)], [FEW, FEW]]
-    parts = [fill(np.empty(size, dtype), 2 * backend.rank + target)
-             for target, size in enumerate(sizes[backend.rank])]  # fmt: skip
+    parts = [
+        fill(np.empty(size, dtype), 2 * backend.rank + target)
+        for target, size in enumerate(sizes[backend.rank])
+    ]
     for source, part in enumerate(backend.all_to_all(parts)):
         assert part.size == sizes[source][backend.rank]
         check(part, 2 * source + backend.rank)

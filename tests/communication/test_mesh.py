@@ -72,8 +72,11 @@ def test_groups_hold_whom_the_arithmetic_says(backend, order, replicas):
     one = [rank for rank in range(backend.world_size) if mesh.replica_of(rank) == mesh.replica_rank]
     assert mesh.together.all_gather(me).tolist() == one
     assert mesh.replica_size == len(one) == world_size
-    dealt = [mesh.rank_of(*place[:2], data, replica)
-             for replica in range(replicas) for data in range(mesh.data_size)]  # fmt: skip
+    dealt = [
+        mesh.rank_of(*place[:2], data, replica)
+        for replica in range(replicas)
+        for data in range(mesh.data_size)
+    ]
     assert mesh.samples.all_gather(me).tolist() == dealt
     if "replica" not in order:  # it is the slowest then
         assert [mesh.replica_of(rank) for rank in range(backend.world_size)] == [

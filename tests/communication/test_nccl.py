@@ -116,8 +116,15 @@ def _through_gpu(name):
     return lambda self, *arguments: self._through_gpu(name, *arguments)
 
 
-for _kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-              "all_to_all"):  # fmt: skip
+for _kind in (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "scatter",
+    "gather",
+    "all_to_all",
+):
     setattr(OnGPU, f"_steps_{_kind}", _through_gpu(f"_steps_{_kind}"))
 
 
@@ -141,8 +148,16 @@ def test_conformance_without_memory_that_all_ranks_share(
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     checks = CommunicationConformance([np.dtype(np.float32)])
     with OnGPU(backend._comm) as world:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
-                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "split",
+            "async_orders",
+            "allocate_shared",
+            "mismatches",
+        ):
             getattr(checks, f"check_{name}")(world)
 
 
@@ -407,7 +422,7 @@ def test_the_end_of_a_job_aborts_nccl_before_mpi(world, cupy):
 
 
 def test_init_makes_it_and_returns_it_again(backend, cupy, monkeypatch):
-    monkeypatch.setattr(sys.modules["mpishard.communication.init"], "_process_backend", None)
+    monkeypatch.setattr(sys.modules["mpishard.communication.process"], "_process_backend", None)
     with ms.init("nccl") as world:
         assert type(world) is NCCLCommunicationBackend
         assert ms.init() is ms.init("nccl") is world

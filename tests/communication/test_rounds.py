@@ -240,6 +240,16 @@ def test_many_groups_at_once(backend):
 )
 def test_the_conformance_suite(world, dtype):
     checks = CommunicationConformance((np.dtype(dtype),))
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-                 "all_to_all", "twins", "async_orders", "allocate_shared"):  # fmt: skip
+    for name in (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "scatter",
+        "gather",
+        "all_to_all",
+        "twins",
+        "async_orders",
+        "allocate_shared",
+    ):
         getattr(checks, f"check_{name}")(world)

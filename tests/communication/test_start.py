@@ -12,7 +12,7 @@ from mpishard.communication.failure.hooks import claim_rank, is_helper
 from mpishard.communication.mpi.library import check_launched_world, check_machine, launcher_name
 from mpishard.errors import CommunicationError, MPIUnavailableError
 
-start = importlib.import_module("mpishard.communication.init")  # the function has its name, too
+start = importlib.import_module("mpishard.communication.process")
 LAUNCHERS = ("PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS")
 
 
@@ -168,8 +168,12 @@ def test_too_few_files_that_a_process_may_open(monkeypatch):
         check_machine("Open MPI v5.0.11")
 
 
-OF_OPEN_MPI = {"PMIX_NAMESPACE": "prterun-1", "PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2",
-               "OMPI_VERSION": "5.0.11"}  # fmt: skip
+OF_OPEN_MPI = {
+    "PMIX_NAMESPACE": "prterun-1",
+    "PMIX_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+}
 
 
 @pytest.mark.parametrize(

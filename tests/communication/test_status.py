@@ -388,8 +388,10 @@ class TestPlaces:
             ms.checkpoint.save(tmp_path / "saved", model)
 
         assert list(dict.fromkeys(method for _, method in self.calls_of(body))) == [
-            "ProcessMesh", "as_distributed", "checkpoint.save"
-        ]  # fmt: skip
+            "ProcessMesh",
+            "as_distributed",
+            "checkpoint.save",
+        ]
 
     def test_one_line_that_calls_two_functions(self, monkeypatch):
         monkeypatch.setenv("MPISHARD_ARENA", "off")
@@ -429,8 +431,10 @@ class TestGroups:
     def test_axes_of_a_mesh_are_named(self):
         def body(backend):
             mesh = ms.ProcessMesh(backend, pipeline=2, tensor=2, data=2)
-            return [(g.world_ranks, g.label.split(" group")[0])
-                    for g in (mesh.pipeline, mesh.tensor, mesh.data, mesh.model)]  # fmt: skip
+            return [
+                (g.world_ranks, g.label.split(" group")[0])
+                for g in (mesh.pipeline, mesh.tensor, mesh.data, mesh.model)
+            ]
 
         assert run_in_threads(8, body)[3] == [
             ((3, 7), "pipeline"),
@@ -468,8 +472,10 @@ def test_the_page_of_a_thread_holds_all_its_worlds():
 
     name = "group 1 (ranks 0, 1)"
     assert run_in_threads(2, body)[1] == [
-        (1, "split", ""), (2, "barrier", name), (3, "barrier", ""),
-    ]  # fmt: skip
+        (1, "split", ""),
+        (2, "barrier", name),
+        (3, "barrier", ""),
+    ]
 
 
 def test_a_page_says_how_its_rank_stands():

@@ -138,8 +138,10 @@ def test_one_chunk_unless_the_model_knows_better():
     model.set_parameter_chunks(iter([np.array([[4.0], [5]]), np.array([6.0])]))
     assert model.theta.tolist() == [4, 5, 6]
     for chunks, error in (
-        ([], ValueError), ([np.ones(2)], ValueError), ([[1.0, 2, 3]], TypeError),
-    ):  # fmt: skip
+        ([], ValueError),
+        ([np.ones(2)], ValueError),
+        ([[1.0, 2, 3]], TypeError),
+    ):
         with pytest.raises(error):
             model.set_parameter_chunks(chunks)
     assert model.theta.tolist() == [4, 5, 6]
@@ -200,8 +202,10 @@ def test_metadata():
     metadata = ModelMetadata("m")
     assert metadata.training_date.tzinfo is UTC
     assert (metadata.additional_info, metadata.model_data, metadata.feature_importance) == (
-        {}, b"", {},
-    )  # fmt: skip
+        {},
+        b"",
+        {},
+    )
     metadata.set_property("a", None)
     assert metadata.properties == {"a": None}
     assert metadata.remove_property("a") is True

@@ -66,9 +66,11 @@ PINNED = [7, 13, 19, 5, 11, 16, 22, 2, 10, 17, 18, 4, 6, 14, 1, 3, 9, 12, 20, 21
 
 
 @given(
-    length=st.integers(1, 90), batch=st.integers(1, 20), block=st.integers(1, 30),
+    length=st.integers(1, 90),
+    batch=st.integers(1, 20),
+    block=st.integers(1, 30),
     world=st.integers(1, 5),
-)  # fmt: skip
+)
 def test_every_sample_is_seen_once_in_any_world(length, batch, block, world):
     sampler = GlobalBatchSampler(length, batch, seed=1, shuffle_block_size=block)
     order = []

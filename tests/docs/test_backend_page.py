@@ -64,8 +64,9 @@ def test_the_example_uses_nothing_private_that_the_page_does_not_name():
 
 
 def test_what_is_quoted_is_in_the_example():
-    quotes = re.findall(r"<!-- not run: from examples/pipe_backend.py -->\n```python\n(.*?)```",
-                        PAGE, re.DOTALL)  # fmt: skip
+    quotes = re.findall(
+        r"<!-- not run: from examples/pipe_backend.py -->\n```python\n(.*?)```", PAGE, re.DOTALL
+    )
     assert len(quotes) >= 5
     for quote in quotes:
         assert quote in EXAMPLE, textwrap.shorten(quote, 200)

@@ -34,9 +34,11 @@ def read_cells() -> dict[tuple[str, str, str], str]:
     """Every cell of the page, by table, row and column."""
     found = {}
     for table, names, columns in (
-        ("models", list(MODELS), list(STRATEGIES)), ("strategies", list(CHOICES), list(STRATEGIES)),
-        ("kinds", list(CHOICES), list(MODELS)), ("pairs", list(CHOICES), list(CHOICES)),
-    ):  # fmt: skip
+        ("models", list(MODELS), list(STRATEGIES)),
+        ("strategies", list(CHOICES), list(STRATEGIES)),
+        ("kinds", list(CHOICES), list(MODELS)),
+        ("pairs", list(CHOICES), list(CHOICES)),
+    ):
         for name, line in zip(names, lines_of(table)[2:], strict=False):
             texts = [text.strip() for text in line.split("|")[2:-1]]
             found |= {(table, name, c): t for c, t in zip(columns, texts, strict=False)}
@@ -109,8 +111,11 @@ def test_three_choices_combine_if_every_two_do(choices: tuple[str, ...]) -> None
 
 
 def test_fewer_than_eight_rules_refuse_combinations() -> None:
-    rules = [name for name, made in vars(refusals).items()
-             if inspect.isfunction(made) and made.__module__ == refusals.__name__]  # fmt: skip
+    rules = [
+        name
+        for name, made in vars(refusals).items()
+        if inspect.isfunction(made) and made.__module__ == refusals.__name__
+    ]
     assert len(rules) < 8
 
 

@@ -43,13 +43,16 @@ def test_the_chapters_of_communication_stand_in_their_order_with_all_their_files
     fence = PAGE.partition("## The chapters of communication")[2].split("```")[1]
     drawn = {name.removesuffix(".py"): files for name, files in rooms_of(fence).items()}
     room = PACKAGE / "communication"
-    there = {path.stem: {file.name for file in path.glob("*.py")} - {"__init__.py"} or {path.name}
-             for path in room.iterdir() if not path.name.startswith("__")
-             and (path.is_file() or any(path.glob("*.py")))}  # fmt: skip
+    there = {
+        path.stem: {file.name for file in path.glob("*.py")} - {"__init__.py"} or {path.name}
+        for path in room.iterdir()
+        if not path.name.startswith("__") and (path.is_file() or any(path.glob("*.py")))
+    }
     assert drawn == there
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (layers,) = [c["layers"] for c in linter["contracts"]
-                 if c["containers"] == ["mpishard.communication"]]  # fmt: skip
+    (layers,) = [
+        c["layers"] for c in linter["contracts"] if c["containers"] == ["mpishard.communication"]
+    ]
     order = list(drawn)
     places = [[order.index(name) for name in layer.split(" | ")] for layer in reversed(layers)]
     assert sorted(map(sorted, places)) == list(map(sorted, places))

@@ -170,8 +170,10 @@ def imported(source: str) -> list[str]:
 
 def test_printed_programs_import_mpishard_before_numpy():
     """mpishard warns if NumPy is loaded before it, with kernels that are slower here."""
-    programs = {page: [b.code for b in blocks_of(page.read_text())] for page in
-                [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"]}  # fmt: skip
+    programs = {
+        page: [b.code for b in blocks_of(page.read_text())]
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+    }
     programs |= {path: [path.read_text()] for path in (ROOT / "examples").glob("*.py")}
     late = {
         page.name

@@ -24,9 +24,10 @@ SHOWN = [name for name in NAMES if name != "mpishard.torch" or HAS_TORCH]
 def names_of(room):
     """What mkdocstrings shows of a room: __all__, or what is defined there."""
     own = [
-        name for name, value in vars(room).items()
+        name
+        for name, value in vars(room).items()
         if getattr(value, "__module__", "") == room.__name__ or name.isupper()
-    ]  # fmt: skip
+    ]
     return getattr(room, "__all__", [name for name in own if not name.startswith("_")])
 
 
@@ -42,8 +43,9 @@ def is_documented(room, name):
 
 
 def test_every_room_has_a_page():
-    rooms = {f"mpishard.{found.name}" for found in pkgutil.iter_modules(mpishard.__path__)
-             if found.ispkg}  # fmt: skip
+    rooms = {
+        f"mpishard.{found.name}" for found in pkgutil.iter_modules(mpishard.__path__) if found.ispkg
+    }
     assert rooms - set(NAMES) == {"mpishard.cli"}
 
 

@@ -33,13 +33,20 @@ def submit(tmp_path):
         calls.write_text("")
         ended = subprocess.run(
             ["bash", str(SCRIPT), *arguments],
-            cwd="/", capture_output=True, text=True, timeout=20, check=False,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
             env={
                 "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-                "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
-                "SLURM_CPUS_PER_TASK": "3", "OMP_NUM_THREADS": "1",
-            } | variables,
-        )  # fmt: skip
+                "SLURM_SUBMIT_DIR": str(tmp_path),
+                "SLURM_JOB_ID": "7",
+                "SLURM_CPUS_PER_TASK": "3",
+                "OMP_NUM_THREADS": "1",
+            }
+            | variables,
+        )
         return ended, calls.read_text().splitlines()
 
     return run

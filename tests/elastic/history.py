@@ -21,8 +21,10 @@ import mpishard as ms
 # One kernel and one thread for all: a matrix product's bits depend on both. Not on numba, which
 # each rank of each start would take a second to load.
 ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Haswell", "MPISHARD_NUMBA": "off",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_CORETYPE": "Haswell",
+    "MPISHARD_NUMBA": "off",
+}
 
 LEAVES = 4
 STEPS = 12
@@ -86,12 +88,20 @@ def train(backend, folder, life, strike):
     samples = Samples(x, life, backend.rank, strike)
     optimizer.optimize(
         ms.OptimizationInputData(
-            model=model, x_train=samples, y_train=y, batch_size=11, epochs=100,
-            max_steps=life.steps, seed=5, progress=False,
+            model=model,
+            x_train=samples,
+            y_train=y,
+            batch_size=11,
+            epochs=100,
+            max_steps=life.steps,
+            seed=5,
+            progress=False,
             user_state={"none": np.random.default_rng(0)},  # so that a read happens in its own step
-            checkpoint=folder, checkpoint_every=2, checkpoint_async=life.asynchronous,
+            checkpoint=folder,
+            checkpoint_every=2,
+            checkpoint_async=life.asynchronous,
         )
-    )  # fmt: skip
+    )
     return model.gather_full_parameters()
 
 

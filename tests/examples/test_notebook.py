@@ -20,8 +20,12 @@ def test_every_cell_runs(tmp_path: Path) -> None:
     program += "\nassert figure._repr_png_().startswith(b'\\x89PNG')\n"
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     assert "rank 3 owns 1088 of 4353 parameters" in ended.stdout
     difference = ended.stdout.partition("difference of a prediction: ")[2].split()[0]

@@ -46,8 +46,13 @@ def run(
         environment |= {"MPISHARD_NUMBA": "off", "PYTHONPATH": str(hidden.parent)}
     return subprocess.run(
         [*launcher, sys.executable, str(SCRIPT), *arguments],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def losses(directory: Path, name: str) -> list[float]:
@@ -73,8 +78,16 @@ def test_losses_do_not_depend_on_world_strategy_or_backend(tmp_path: Path) -> No
     double = ("--dtype", "float64")
     expected = trained(tmp_path, "alone", *double, "--strategy", "ddp", has_extras=True)
     assert len(expected) == 11
-    pipeline = ("--strategy", "pipeline", "--schedule", "zb-v", "--micro-batches", "3",
-                "--recompute", "full")  # fmt: skip
+    pipeline = (
+        "--strategy",
+        "pipeline",
+        "--schedule",
+        "zb-v",
+        "--micro-batches",
+        "3",
+        "--recompute",
+        "full",
+    )
     runs = [
         ("mpi2", (), 2),
         ("hybrid", (*HYBRID, "--backend", "memory", "-n", "4", "--sequence-parallel"), 0),
@@ -108,9 +121,11 @@ def kill_after_first_checkpoint(directory: Path, *arguments: str) -> None:
     """Start a run and end it with SIGKILL when it has written a checkpoint."""
     started = subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
-        cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        cwd=directory,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env=os.environ | {"MPISHARD_NUMBA": "off"},
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + 60
     while not list(directory.glob("runs/*/checkpoint/latest")):
         assert time.monotonic() < deadline

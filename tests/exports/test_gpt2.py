@@ -34,16 +34,24 @@ def test_names_and_shapes_are_those_of_gpt2(tmp_path):
     shapes = {name: array.shape for name, array in load_file(tmp_path / "m.safetensors").items()}
     block = "transformer.h.0"
     assert shapes == {
-        "transformer.wte.weight": (11, 12), "transformer.wpe.weight": (6, 12),
-        f"{block}.ln_1.weight": (12,), f"{block}.ln_1.bias": (12,),
-        f"{block}.attn.c_attn.weight": (12, 36), f"{block}.attn.c_attn.bias": (36,),
-        f"{block}.attn.c_proj.weight": (12, 12), f"{block}.attn.c_proj.bias": (12,),
-        f"{block}.ln_2.weight": (12,), f"{block}.ln_2.bias": (12,),
-        f"{block}.mlp.c_fc.weight": (12, 48), f"{block}.mlp.c_fc.bias": (48,),
-        f"{block}.mlp.c_proj.weight": (48, 12), f"{block}.mlp.c_proj.bias": (12,),
-        "transformer.ln_f.weight": (12,), "transformer.ln_f.bias": (12,),
+        "transformer.wte.weight": (11, 12),
+        "transformer.wpe.weight": (6, 12),
+        f"{block}.ln_1.weight": (12,),
+        f"{block}.ln_1.bias": (12,),
+        f"{block}.attn.c_attn.weight": (12, 36),
+        f"{block}.attn.c_attn.bias": (36,),
+        f"{block}.attn.c_proj.weight": (12, 12),
+        f"{block}.attn.c_proj.bias": (12,),
+        f"{block}.ln_2.weight": (12,),
+        f"{block}.ln_2.bias": (12,),
+        f"{block}.mlp.c_fc.weight": (12, 48),
+        f"{block}.mlp.c_fc.bias": (48,),
+        f"{block}.mlp.c_proj.weight": (48, 12),
+        f"{block}.mlp.c_proj.bias": (12,),
+        "transformer.ln_f.weight": (12,),
+        "transformer.ln_f.bias": (12,),
         "lm_head.weight": (11, 12),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])

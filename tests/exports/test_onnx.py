@@ -28,11 +28,17 @@ def chain_of(*layers, shape):
 
 def conv_net():
     return chain_of(
-        nn.Conv2D(1, 4, kernel=3, padding=1), nn.ReLU(), nn.MaxPool2D(2),
-        nn.Conv2D(4, 5, kernel=(2, 3), stride=(1, 2), padding=(0, 1), bias=False), nn.SiLU(),
-        nn.MaxPool2D((2, 1), stride=1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(20, 3),
+        nn.Conv2D(1, 4, kernel=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2D(2),
+        nn.Conv2D(4, 5, kernel=(2, 3), stride=(1, 2), padding=(0, 1), bias=False),
+        nn.SiLU(),
+        nn.MaxPool2D((2, 1), stride=1),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(20, 3),
         shape=(1, 8, 8),
-    )  # fmt: skip
+    )
 
 
 def encoder():
@@ -40,9 +46,13 @@ def encoder():
     return chain_of(
         nn.Residual(nn.LayerNorm(12), nn.Linear(12, 36), nn.Attention(4), nn.Linear(12, 12)),
         nn.Residual(nn.RMSNorm(12), nn.Linear(12, 48), nn.SwiGLU(), nn.Linear(24, 12)),
-        nn.Sigmoid(), nn.Linear(12, 24), nn.Attention(4, kv_heads=2), nn.Tanh(), nn.Softmax(),
+        nn.Sigmoid(),
+        nn.Linear(12, 24),
+        nn.Attention(4, kv_heads=2),
+        nn.Tanh(),
+        nn.Softmax(),
         shape=(5, 12),
-    )  # fmt: skip
+    )
 
 
 def linear_with_a_choice():
@@ -151,6 +161,7 @@ def test_names_of_parameters_stay(tmp_path):
     ms.export_onnx(model, tmp_path / "m.onnx")
     graph = onnx.load(tmp_path / "m.onnx").graph
     assert {e.name for e in model.parameter_table.entries} <= {i.name for i in graph.initializer}
-    (dims,) = [[d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim]
-               for i in graph.input]  # fmt: skip
+    (dims,) = [
+        [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.input
+    ]
     assert dims == ["batch", "dim1"]

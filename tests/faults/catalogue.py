@@ -106,11 +106,15 @@ def raise_before_any_collective(backend, culprit):
 
 
 @fault(
-    errors=PEER, own=("ValueError",), memory=("rank {culprit} failed", "ValueError: boom"),
+    errors=PEER,
+    own=("ValueError",),
+    memory=("rank {culprit} failed", "ValueError: boom"),
     mpi=(
-        *ENDED, "ValueError: boom", "--- last collectives of rank {culprit} ---\n  1: barrier() at",
+        *ENDED,
+        "ValueError: boom",
+        "--- last collectives of rank {culprit} ---\n  1: barrier() at",
     ),
-)  # fmt: skip
+)
 def raise_after_a_collective(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
@@ -203,9 +207,12 @@ def recursion_error(backend, culprit):
 
 
 @fault(
-    errors=PEER, own=("KeyboardInterrupt",), memory=("rank {culprit} failed",), code=130,
+    errors=PEER,
+    own=("KeyboardInterrupt",),
+    memory=("rank {culprit} failed",),
+    code=130,
     mpi=("rank {culprit} of {ranks} was interrupted",),
-)  # fmt: skip
+)
 def keyboard_interrupt(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
@@ -234,12 +241,18 @@ def _step_with(backend, culprit, *, backward):
 
     plain = mpishard.nn.Model(
         mpishard.nn.Sequential(*(Breaks(8, 8) for _ in range(backend.world_size))),
-        mpishard.nn.MSE(), input_shape=(8,), seed=1,
-    )  # fmt: skip
+        mpishard.nn.MSE(),
+        input_shape=(8,),
+        seed=1,
+    )
     model = mpishard.HybridShardedModel(
-        plain, mpishard.ShardingConfiguration(backend), backend.world_size, 1,
-        micro_batch_count=4, schedule="1f1b",
-    )  # fmt: skip
+        plain,
+        mpishard.ShardingConfiguration(backend),
+        backend.world_size,
+        1,
+        micro_batch_count=4,
+        schedule="1f1b",
+    )
     for _ in range(3):
         model.train(np.ones((8, 8)), np.ones((8, 8)))
 
@@ -262,9 +275,7 @@ X, Y = np.ones((4, 6)), np.ones((4, 2))
 NAN = "the loss of ranks [{culprit}] is not finite"
 
 
-@fault(
-    errors=("NonFiniteLossError",), own=("NonFiniteLossError",), memory=(NAN,), mpi=(NAN,)
-)  # fmt: skip
+@fault(errors=("NonFiniteLossError",), own=("NonFiniteLossError",), memory=(NAN,), mpi=(NAN,))
 def nan_loss(backend, culprit):
     model = _trained(backend)
     model.train(X, Y)
@@ -447,10 +458,12 @@ def another_root(backend, culprit):
 
 
 @fault(
-    errors=MISMATCH, own=MISMATCH, memory=("predict is collective: rank {culprit} called it",),
+    errors=MISMATCH,
+    own=MISMATCH,
+    memory=("predict is collective: rank {culprit} called it",),
     mpi=("predict is collective: rank {culprit} called it", "the job ends"),
     variables={"MPISHARD_ARENA": "off"},
-)  # fmt: skip
+)
 def predict_on_one_rank(backend, culprit):
     model = _trained(backend)
     model.train(X, Y)
@@ -460,10 +473,12 @@ def predict_on_one_rank(backend, culprit):
 
 
 @fault(
-    own=PEER, memory=("predict", "left after collective"),
+    own=PEER,
+    memory=("predict", "left after collective"),
     mpi=("predict", "left after collective", "the job ends"),
-    variables={"MPISHARD_ARENA": "off"}, others_end=True,
-)  # fmt: skip
+    variables={"MPISHARD_ARENA": "off"},
+    others_end=True,
+)
 def predict_on_one_rank_at_the_end(backend, culprit):
     model = _trained(backend)
     model.train(X, Y)

@@ -49,9 +49,14 @@ class Trial:
         fault = FAULTS[dice.choice(names)]
         ranks = dice.choice([2, 3, 4])
         return cls(
-            number, fault.name, where, ranks, dice.randrange(ranks),
-            fault.needs_run or dice.random() < 0.5, dice.random() * 0.3,
-        )  # fmt: skip
+            number,
+            fault.name,
+            where,
+            ranks,
+            dice.randrange(ranks),
+            fault.needs_run or dice.random() < 0.5,
+            dice.random() * 0.3,
+        )
 
     def __str__(self) -> str:
         by = "" if self.where == "memory" else " by mpishard run" if self.by_run else " by mpiexec"
@@ -96,11 +101,15 @@ def faults(count: int, seed: int, jobs: int, only: int | None) -> int:
     slowest = 0.0
     with (
         Progress(
-            TextColumn("faults"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[bad]}"), TimeRemainingColumn(), console=console,
+            TextColumn("faults"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[bad]}"),
+            TimeRemainingColumn(),
+            console=console,
         ) as progress,
         ThreadPoolExecutor(jobs) as pool,
-    ):  # fmt: skip
+    ):
         task = progress.add_task("", total=len(trials), bad="none wrong")
         under_way = {pool.submit(trial.run): trial for trial in trials}
         for done in as_completed(under_way):
@@ -149,9 +158,13 @@ def sequences(count: int, seed: int) -> int:
     jobs = max(1, -(-count // SEQUENCES_OF_A_JOB))
     wrong = calls = 0
     with Progress(
-        TextColumn("sequences"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[calls]}"), TimeRemainingColumn(), console=console,
-    ) as progress:  # fmt: skip
+        TextColumn("sequences"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[calls]}"),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
         task = progress.add_task("", total=count, calls="")
         for job in range(jobs):
             where, ranks = worlds[job % len(worlds)]
@@ -164,9 +177,13 @@ def sequences(count: int, seed: int) -> int:
                 command = [python, "-m", "mpishard", "run", "-n", ranks, *script]
             words = [str(word) for word in command]
             done = subprocess.run(
-                words, env=environment_of_a_job(), capture_output=True, text=True, check=False,
+                words,
+                env=environment_of_a_job(),
+                capture_output=True,
+                text=True,
+                check=False,
                 timeout=1800,
-            )  # fmt: skip
+            )
             if done.returncode:
                 wrong += 1
                 progress.print(

@@ -41,12 +41,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, vocabulary_size, context_length, width, heads, layers, tied):
         super().__init__()
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(vocabulary_size, width),
-            "wpe": nn.Embedding(context_length, width),
-            "h": nn.ModuleList([Block(width, heads) for _ in range(layers)]),
-            "ln_f": nn.LayerNorm(width),
-        })  # fmt: skip
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(vocabulary_size, width),
+                "wpe": nn.Embedding(context_length, width),
+                "h": nn.ModuleList([Block(width, heads) for _ in range(layers)]),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
         self.lm_head = nn.Linear(width, vocabulary_size, bias=False)
         if tied:
             self.lm_head.weight = self.transformer.wte.weight

@@ -38,8 +38,9 @@ def adversarial(dtype: np.dtype[Any], length: int, rank: int) -> Array:
         return generator.integers(0, 2, length).astype(bool)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
-        numbers = np.array([limits.min, limits.max, 0, 1, 3, limits.max - 1, limits.max // 2 + 1],
-                           dtype)  # fmt: skip
+        numbers = np.array(
+            [limits.min, limits.max, 0, 1, 3, limits.max - 1, limits.max // 2 + 1], dtype
+        )
         return numbers[generator.integers(0, len(numbers), length)]
     numbers = np.array([*ADVERSARIAL_VALUES, *_NARROW])
     real, imaginary = numbers[generator.integers(0, len(numbers), (2, length))]

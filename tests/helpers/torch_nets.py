@@ -100,9 +100,15 @@ def perceptron() -> Any:
 
 def convolutions() -> Any:
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2), Scale(),
-    )  # fmt: skip
+        nn.Conv2d(2, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3, bias=False),
+        nn.BatchNorm2d(3),
+        nn.Flatten(),
+        nn.Linear(12, 2),
+        Scale(),
+    )
 
 
 def squared(model: Any, x: Any, y: Any) -> Any:

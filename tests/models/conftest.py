@@ -129,9 +129,14 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 def _gpt(seed: int, **options: Any) -> nn.GPT:
     return nn.GPT(
-        vocabulary_size=11, context_length=6, width=8, layers=2, seed=seed, dtype="float64",
+        vocabulary_size=11,
+        context_length=6,
+        width=8,
+        layers=2,
+        seed=seed,
+        dtype="float64",
         **({"heads": 2} | options),
-    )  # fmt: skip
+    )
 
 
 def _normal(length: int, seed: int, device: str = "cpu") -> Vector:
@@ -312,9 +317,13 @@ def local_batch(
 
 
 def update_once(
-    backend: CommunicationBackend, kind: str, model: Any, optimizer: Any, step: int,
+    backend: CommunicationBackend,
+    kind: str,
+    model: Any,
+    optimizer: Any,
+    step: int,
     accumulation: str,
-) -> float:  # fmt: skip
+) -> float:
     """One update from one batch, or from three that add up; the mean loss before it."""
     if accumulation == "off":
         return float(optimizer.step(model, *local_batch(backend, kind, step)))

@@ -29,9 +29,14 @@ DATA = ("ddp", "fsdp", "zero1", "zero2")
 
 
 def build(
-    backend: Any, problems: Any, kind: str, mesh: Any, data: str = "zero1", rule: str = "adamw",
+    backend: Any,
+    problems: Any,
+    kind: str,
+    mesh: Any,
+    data: str = "zero1",
+    rule: str = "adamw",
     **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     config = ShardingConfiguration(backend)
     model = HybridShardedModel(
         problems.MODELS[kind](backend.rank), config, *mesh, data_parallel_strategy=data
@@ -152,8 +157,10 @@ def test_the_loop_keeps_the_best_and_resumes_elsewhere(
         result = optimizer.optimize(training(model, checkpoint=folder, **options, **more))
     assert result.iterations == expected.iterations
     close(result.fitness_history, expected.fitness_history)
-    close([loss for _, loss in result.validation_history],
-          [loss for _, loss in expected.validation_history])  # fmt: skip
+    close(
+        [loss for _, loss in result.validation_history],
+        [loss for _, loss in expected.validation_history],
+    )
     assert result.best_iteration == expected.best_iteration
     close(model.get_parameters(), theta)
     close(model.wrapped_model.get_parameters(), theta)
@@ -173,9 +180,13 @@ def test_a_rank_that_owns_nothing_writes_the_same_kinds(backend: Any, problems: 
 @in_worlds(4)
 def test_a_plain_model_is_wrapped_with_the_optimizers_mesh(backend: Any, problems: Any) -> None:
     optimizer = HybridShardedOptimizer(
-        problems.RULES["sgd"](), ShardingConfiguration(backend), 2, 1, 2,
+        problems.RULES["sgd"](),
+        ShardingConfiguration(backend),
+        2,
+        1,
+        2,
         data_parallel_strategy="ddp",
-    )  # fmt: skip
+    )
     result = optimizer.optimize(training(problems.MODELS["function"](0)))
     assert result.model.mesh.sizes == (2, 1, 2)
     assert result.model.get_model_metadata().properties["DataParallelStrategy"] == "ddp"
@@ -229,8 +240,9 @@ def test_predict_is_each_ranks_own(backend: Any) -> None:
     """Every rank has all parameters: rows may differ, and a rank may ask alone."""
     model = HybridShardedModel(
         ms.FunctionModel(lambda t, x, y: (0.0, t), np.arange(3.0), lambda t, x: x @ t),
-        ShardingConfiguration(backend), *MESHES[backend.world_size][0],
-    )  # fmt: skip
+        ShardingConfiguration(backend),
+        *MESHES[backend.world_size][0],
+    )
     if backend.rank == 0:
         close(model.predict(np.ones((2, 3))), [3, 3])
 

@@ -52,9 +52,14 @@ def rows() -> list[tuple[Any, ...]]:
 
 
 def build(
-    backend: Any, problems: Any, kind: str, mesh: tuple[int, int, int], rule: str = "sgd",
-    rule_options: Any = None, **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    backend: Any,
+    problems: Any,
+    kind: str,
+    mesh: tuple[int, int, int],
+    rule: str = "sgd",
+    rule_options: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """Model and optimizer; each rank's plain model has values of its own: rank 0's count."""
     config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
     model = HybridShardedModel(problems.MODELS[kind](backend.rank), config, *mesh, **options)
@@ -219,8 +224,13 @@ def test_one_warning_names_the_remedy(
     with caplog.at_level(logging.INFO, "mpishard"):
         found = run_in_threads(4, wrap, 2, 1, 2)
     (message,) = [record.getMessage() for record in caplog.records]
-    for words in ("HybridShardedModel", "2 pipeline x 1 tensor x 2 data", "ILayeredModel",
-                  "the 2 ranks of the pipeline and tensor axes repeat", "'fsdp'"):  # fmt: skip
+    for words in (
+        "HybridShardedModel",
+        "2 pipeline x 1 tensor x 2 data",
+        "ILayeredModel",
+        "the 2 ranks of the pipeline and tensor axes repeat",
+        "'fsdp'",
+    ):
         assert words in message
     for properties, bubble in found:
         for name in (

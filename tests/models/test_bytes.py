@@ -38,8 +38,9 @@ def bytes_of_totals(backend: CommunicationBackend) -> int:
     return backend.traffic.total_bytes
 
 
-def bytes_of_step(backend: CommunicationBackend, problems: Any, model: Any, optimizer: Any,
-                  kind: str) -> int:  # fmt: skip
+def bytes_of_step(
+    backend: CommunicationBackend, problems: Any, model: Any, optimizer: Any, kind: str
+) -> int:
     """What this rank sends in a step beside that; the same in every step."""
     totals = bytes_of_totals(backend)
     optimizer.bind(model)  # compares the ranks' rules, once

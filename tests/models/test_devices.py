@@ -243,9 +243,14 @@ def test_training_loop(device):
 
     result = AdamW(0.05).optimize(
         OptimizationInputData(
-            model=model, x_train=x, y_train=y, x_validation=x, y_validation=y, batch_size=16,
+            model=model,
+            x_train=x,
+            y_train=y,
+            x_validation=x,
+            y_validation=y,
+            batch_size=16,
             epochs=30,
         )
-    )  # fmt: skip
+    )
     assert result.fitness_history[-1] < 0.01 * result.fitness_history[0]
     assert is_device_array(model.get_parameters()) == (device == "cuda")

@@ -81,10 +81,17 @@ def test_the_loop_compares_every_so_many_steps(backend):
             return X[indices]
 
     with pytest.raises(ReplicaError, match=r"after step 8 .*'linear0.bias' of rank 1 differs from"):
-        optimizer.optimize(ms.OptimizationInputData(
-            model=model, x_train=Faulty(), y_train=Y, batch_size=6, epochs=5, progress=False,
-            digest_every=4,
-        ))  # fmt: skip
+        optimizer.optimize(
+            ms.OptimizationInputData(
+                model=model,
+                x_train=Faulty(),
+                y_train=Y,
+                batch_size=6,
+                epochs=5,
+                progress=False,
+                digest_every=4,
+            )
+        )
     assert optimizer.steps == 8
 
 

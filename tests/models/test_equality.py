@@ -51,11 +51,13 @@ def sample(world_size: int) -> list[tuple[Any, ...]]:
     sizes = [len(values) for values in FACTORS.values()]
     choices = np.indices(sizes).reshape(len(sizes), -1).T
     choices = np.roll(choices, 997 * world_size, axis=0)
-    pairs = np.stack([  # each pair's number
-        np.ravel_multi_index((choices[:, i], choices[:, j]), (sizes[i], sizes[j]))
-        + 100 * (i * len(sizes) + j)
-        for i, j in combinations(range(len(sizes)), 2)
-    ])  # fmt: skip
+    pairs = np.stack(
+        [  # each pair's number
+            np.ravel_multi_index((choices[:, i], choices[:, j]), (sizes[i], sizes[j]))
+            + 100 * (i * len(sizes) + j)
+            for i, j in combinations(range(len(sizes)), 2)
+        ]
+    )
     is_new = np.ones(100 * len(sizes) ** 2, bool)
     rows = []
     while is_new[pairs].any():
@@ -183,9 +185,14 @@ def test_clips_the_norm_of_all_ranks_together(
     expected = problems.train_sequentially("gpt", problems.TEXTBOOK[rule], transform=clipped)
     assert max(factors) < 1  # else nothing is clipped, and the test sees nothing
     actual = problems.train_sharded(
-        backend, "gpt", strategy, rule, 1, rule_options={"clip_global_norm": limit},
+        backend,
+        "gpt",
+        strategy,
+        rule,
+        1,
+        rule_options={"clip_global_norm": limit},
         device=main_device,
-    )  # fmt: skip
+    )
     problems.assert_equal(actual, expected)
 
 
@@ -208,9 +215,14 @@ def test_options_follow_the_parameters_wherever_they_are_cut(
 
     options = {"*.bias": {"weight_decay": 0.0}, "linear1.*": {"learning_rate_scale": 0.25}}
     actual = problems.train_sharded(
-        backend, "mlp", strategy, "adamw", 60, rule_options={"parameter_options": options},
+        backend,
+        "mlp",
+        strategy,
+        "adamw",
+        60,
+        rule_options={"parameter_options": options},
         device=main_device,
-    )  # fmt: skip
+    )
     problems.assert_equal(actual, problems.train_sequentially("mlp", update))
 
 

@@ -18,9 +18,16 @@ MESHES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (1, 4)]
 
 def gpt(tied: bool = False) -> nn.GPT:
     return nn.GPT(
-        vocabulary_size=12, context_length=8, width=12, heads=4, kv_heads=2, layers=2,
-        dtype="float64", tied_embeddings=tied, seed=5,
-    )  # fmt: skip
+        vocabulary_size=12,
+        context_length=8,
+        width=12,
+        heads=4,
+        kv_heads=2,
+        layers=2,
+        dtype="float64",
+        tied_embeddings=tied,
+        seed=5,
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"schedule": "zb-v"}])

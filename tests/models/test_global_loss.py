@@ -143,9 +143,9 @@ def test_scipy_minimizes_on_every_rank(backend: Any, problems: Any) -> None:
         return model.loss_and_gradients(x[own], y[own])
 
     def alone(theta: Any) -> Any:
-        return problems.MODELS["function"](0).with_parameters(theta).compute_loss_and_gradients(
-            x, y
-        )  # fmt: skip
+        return (
+            problems.MODELS["function"](0).with_parameters(theta).compute_loss_and_gradients(x, y)
+        )
 
     found = scipy.optimize.minimize(fun, start, jac=True, method="BFGS", options={"maxiter": 8})
     expected = scipy.optimize.minimize(

@@ -45,11 +45,17 @@ def global_batch(problems: Any, kind: str, step: int, shares: str) -> tuple[Any,
 
 
 def build(
-    backend: CommunicationBackend, problems: Any, kind: str, strategy: str, rule: str,
-    unit_size: int = 60, gradient_leaves: int | None = LEAVES,
-    rule_options: Mapping[str, Any] | None = None, device: str = "cpu",
+    backend: CommunicationBackend,
+    problems: Any,
+    kind: str,
+    strategy: str,
+    rule: str,
+    unit_size: int = 60,
+    gradient_leaves: int | None = LEAVES,
+    rule_options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
     offload: Sequence[str] = (),
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     model_class, optimizer_class = problems.STRATEGIES[strategy]
     config = ms.ShardingConfiguration(
         backend,
@@ -77,18 +83,29 @@ def walk(
 
 
 def bits(
-    backend: CommunicationBackend, problems: Any, kind: str, strategy: str, rule: str,
-    shares: str = "uneven", steps: int = 3, **options: Any,
-) -> Bits:  # fmt: skip
+    backend: CommunicationBackend,
+    problems: Any,
+    kind: str,
+    strategy: str,
+    rule: str,
+    shares: str = "uneven",
+    steps: int = 3,
+    **options: Any,
+) -> Bits:
     model, optimizer = build(backend, problems, kind, strategy, rule, **options)
     return walk(problems, kind, model, optimizer, shares, range(steps))
 
 
 @functools.cache
 def bits_of(
-    problems: Any, world_size: int, kind: str, strategy: str, rule: str, shares: str = "uneven",
+    problems: Any,
+    world_size: int,
+    kind: str,
+    strategy: str,
+    rule: str,
+    shares: str = "uneven",
     unit_size: int = 60,
-) -> Bits:  # fmt: skip
+) -> Bits:
     """On threads."""
     every, *others = run_in_threads(
         world_size, bits, problems, kind, strategy, rule, shares, unit_size=unit_size
@@ -295,14 +312,25 @@ def test_goes_on_from_a_run_on_threads(backend: Any, problems: Any, shared_path:
 
 def optimized(backend: Any, problems: Any, strategy: str, **options: Any) -> Any:
     """Train with the loop: shuffled batches of 12, of which the last has 5, and evaluations."""
-    x, y = (np.concatenate(parts) for parts in zip(*(problems.batch("mlp", s) for s in range(3)),
-                                                   strict=True))  # fmt: skip
+    x, y = (
+        np.concatenate(parts)
+        for parts in zip(*(problems.batch("mlp", s) for s in range(3)), strict=True)
+    )
     x, y = np.concatenate([x, x + 0.1])[:53], np.concatenate([y, y])[:53]
     model, optimizer = build(backend, problems, "dropout", strategy, "adamw")
     data = ms.OptimizationInputData(
-        model=model, x_train=x, y_train=y, x_validation=x[:13], y_validation=y[:13],
-        batch_size=12, epochs=2, validate_every=3, seed=5, progress=False, **options,
-    )  # fmt: skip
+        model=model,
+        x_train=x,
+        y_train=y,
+        x_validation=x[:13],
+        y_validation=y[:13],
+        batch_size=12,
+        epochs=2,
+        validate_every=3,
+        seed=5,
+        progress=False,
+        **options,
+    )
     result = optimizer.optimize(data)
     return result, model.gather_full_parameters().tobytes()
 
@@ -490,9 +518,9 @@ def test_compiled_loops_count_in_float32_alone(
 
 def test_says_which_ranks_differ(problems: Any, caplog: Any, monkeypatch: Any) -> None:
     kernels = iter(["Haswell", "SkylakeX"])
-    monkeypatch.setattr(leaves, "numerics_fingerprint", lambda: {
-        "blas_threads": "1", "blas_kernel": next(kernels)
-    })  # fmt: skip
+    monkeypatch.setattr(
+        leaves, "numerics_fingerprint", lambda: {"blas_threads": "1", "blas_kernel": next(kernels)}
+    )
     with caplog.at_level(logging.WARNING, "mpishard"):
         run_in_threads(2, lambda backend: build(backend, problems, "mlp", "ddp", "sgd") and None)
     (record,) = caplog.records

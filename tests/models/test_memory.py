@@ -52,8 +52,9 @@ def unit_bytes(model: Any, kind: str) -> tuple[int, int, int]:
     )
 
 
-def steps(backend: CommunicationBackend, problems: Any, model: Any, optimizer: Any,
-          kind: str) -> None:  # fmt: skip
+def steps(
+    backend: CommunicationBackend, problems: Any, model: Any, optimizer: Any, kind: str
+) -> None:
     for step in range(3):
         optimizer.step(model, *problems.local_batch(backend, kind, step))
 

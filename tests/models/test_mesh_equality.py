@@ -224,10 +224,16 @@ def matrix() -> list[Any]:
 
 
 def build(
-    backend: CommunicationBackend, problems: Any, kind: str, mesh: tuple[int, int, int],
-    rule: str = "sgd", unit_size: int = 1, rule_options: Any = None, device: str = "cpu",
+    backend: CommunicationBackend,
+    problems: Any,
+    kind: str,
+    mesh: tuple[int, int, int],
+    rule: str = "sgd",
+    unit_size: int = 1,
+    rule_options: Any = None,
+    device: str = "cpu",
     **options: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
     plain = problems.MODELS[kind](backend.rank, device)
     model = HybridShardedModel(plain, config, *mesh, **options)
@@ -258,9 +264,14 @@ def update_once(
 
 
 def check(
-    backend: CommunicationBackend, problems: Any, kind: str, mesh: tuple[int, int, int],
-    rule: str, accumulation: str = "off", **options: Any,
-) -> float:  # fmt: skip
+    backend: CommunicationBackend,
+    problems: Any,
+    kind: str,
+    mesh: tuple[int, int, int],
+    rule: str,
+    accumulation: str = "off",
+    **options: Any,
+) -> float:
     """Twice in one world, which finds what is stale; the largest difference of a parameter.
 
     Three steps, with each layer a unit, and five with --full; then two, with large units, and

@@ -225,8 +225,12 @@ def test_frozen_parameters_stay_and_count_for_nothing(
     frozen = [e for e in entries if any(fnmatch.fnmatch(e.name, p) for p in patterns)]
     assert 0 < len(frozen) < len(entries)
     limit = 1e-3  # so low that every step is clipped
-    rule = SGD(RATE, 0.9, clip_global_norm=limit,
-               parameter_options={pattern: {"frozen": True} for pattern in patterns})  # fmt: skip
+    rule = SGD(
+        RATE,
+        0.9,
+        clip_global_norm=limit,
+        parameter_options={pattern: {"frozen": True} for pattern in patterns},
+    )
 
     theta = problems.MODELS["tied"](0).get_parameters()
     velocity = np.zeros_like(theta)
@@ -267,9 +271,11 @@ def test_rules_see_the_models_parameters_whole(
     update = problems.lamb(entries, 0.01, "block0", ".bias")
     expected = problems.train_sequentially("tied", update, steps=3)
     rule = LAMB(
-        RATE, weight_decay=0.1, clip_global_norm=0.01,
+        RATE,
+        weight_decay=0.1,
+        clip_global_norm=0.01,
         parameter_options={"*.bias": {"weight_decay": 0.0}, "block0*": {"frozen": True}},
-    )  # fmt: skip
+    )
     model, optimizer = build(backend, problems, mesh, options, rule)
     for step in range(3):
         close(optimizer.step(model, *local(model, problems, step)), expected.losses[step])

@@ -108,9 +108,10 @@ def test_the_ranks_of_a_replica_hold_the_whole_vector(
     for_replica = backend.all_gather(covered[None])
     for data in range(model.data_size):
         ranks = [
-            r for r in range(backend.world_size)
+            r
+            for r in range(backend.world_size)
             if shards_data or model.mesh.coordinates_of(r)[2] == data
-        ]  # fmt: skip
+        ]
         assert for_replica[ranks].any(axis=0).all()
     assert model.get_model_metadata().properties["ShardSize"] == len(mine)
     if len(ranges) > 1:
@@ -281,9 +282,12 @@ def test_streams_and_graphs(backend: Any, problems: Any, mesh: Any) -> None:
 @in_worlds(4)
 def test_bytes_of_one_mesh_are_read_on_another(backend: Any, problems: Any) -> None:
     given = set()
-    for mesh, options in [((2, 2, 1), {}), ((4, 1, 1), {"schedule": "1f1b"}),
-                          ((1, 1, 4), {"data_parallel_strategy": "fsdp"}),
-                          ((2, 1, 2), {"schedule": "zb-v"})]:  # fmt: skip
+    for mesh, options in [
+        ((2, 2, 1), {}),
+        ((4, 1, 1), {"schedule": "1f1b"}),
+        ((1, 1, 4), {"data_parallel_strategy": "fsdp"}),
+        ((2, 1, 2), {"schedule": "zb-v"}),
+    ]:
         model, _ = build(backend, problems, "tied", mesh, options)
         data = model.serialize()
         given.add(data)

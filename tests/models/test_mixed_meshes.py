@@ -24,9 +24,15 @@ FOUR = ("hybrid", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2})
 
 def gpt(**options: Any) -> nn.GPT:
     return nn.GPT(
-        vocabulary_size=11, context_length=6, width=16, heads=4, layers=2, seed=5,
-        dtype=np.float32, **options,
-    )  # fmt: skip
+        vocabulary_size=11,
+        context_length=6,
+        width=16,
+        heads=4,
+        layers=2,
+        seed=5,
+        dtype=np.float32,
+        **options,
+    )
 
 
 def wrapped(backend: Any, model: Any, strategy: str, options: Any, precision: Any) -> Any:
@@ -120,9 +126,15 @@ def test_generation_accumulation_and_checkpoints_on_a_mesh(backend: Any, shared_
 
 def images(**options: Any) -> nn.Model:
     chain = nn.Sequential(
-        nn.Conv2D(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2D(2), nn.Conv2D(4, 6, 2, stride=2),
-        nn.Flatten(), nn.FeatureLinear(24, 5), nn.Softmax(), nn.Linear(5, 3, bias=False),
-    )  # fmt: skip
+        nn.Conv2D(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2D(2),
+        nn.Conv2D(4, 6, 2, stride=2),
+        nn.Flatten(),
+        nn.FeatureLinear(24, 5),
+        nn.Softmax(),
+        nn.Linear(5, 3, bias=False),
+    )
     return nn.Model(chain, nn.CrossEntropy(), input_shape=(1, 8, 8), dtype=np.float32, **options)
 
 

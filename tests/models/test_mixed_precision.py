@@ -292,9 +292,16 @@ GPTS: dict[str, dict[str, Any]] = {
 
 def gpt(kind: str, length: int = 6, **options: Any) -> nn.GPT:
     return nn.GPT(
-        vocabulary_size=11, context_length=length, width=16, heads=4, layers=2, seed=5,
-        dtype=np.float32, **GPTS[kind], **options,
-    )  # fmt: skip
+        vocabulary_size=11,
+        context_length=length,
+        width=16,
+        heads=4,
+        layers=2,
+        seed=5,
+        dtype=np.float32,
+        **GPTS[kind],
+        **options,
+    )
 
 
 @pytest.mark.parametrize("kind", GPTS)
@@ -401,11 +408,17 @@ def test_saved_activations_take_half_the_memory(backend: Any) -> None:
     for precision in ("bfloat16", None):
         model = ms.as_distributed(
             nn.GPT(
-                vocabulary_size=11, context_length=64, width=64, heads=4, layers=2,
+                vocabulary_size=11,
+                context_length=64,
+                width=64,
+                heads=4,
+                layers=2,
                 dtype=np.float32,
             ),
-            backend, "fsdp", precision=precision,
-        )  # fmt: skip
+            backend,
+            "fsdp",
+            precision=precision,
+        )
         engine = model.engine
         batch = Batch(tokens, tokens, engine.program.default_loss, nn.Context())
         _, _, (activations, *_) = engine.program.forward(engine.parameters, batch)

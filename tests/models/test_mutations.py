@@ -269,9 +269,15 @@ def clipped(g: Any) -> Any:
 
 
 def kills(
-    problems: Any, patch: Patch, mutant: Callable[[Patch], None], strategy: str, kind: str,
-    rule: str, *, clips: bool = False,
-) -> None:  # fmt: skip
+    problems: Any,
+    patch: Patch,
+    mutant: Callable[[Patch], None],
+    strategy: str,
+    kind: str,
+    rule: str,
+    *,
+    clips: bool = False,
+) -> None:
     """Whether the check that passes as the code stands fails with the mutant, by its numbers."""
     transform, options = (clipped, {"clip_global_norm": LIMIT}) if clips else (np.asarray, {})
     expected = problems.train_sequentially(

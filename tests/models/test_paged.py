@@ -17,9 +17,15 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
 
 def gpt() -> nn.GPT:
     model = nn.GPT(
-        vocabulary_size=12, context_length=12, width=24, heads=4, kv_heads=2, layers=2,
-        dtype="float64", seed=5,
-    )  # fmt: skip
+        vocabulary_size=12,
+        context_length=12,
+        width=24,
+        heads=4,
+        kv_heads=2,
+        layers=2,
+        dtype="float64",
+        seed=5,
+    )
     vector = model.get_parameters()
     model.set_parameters(vector + 0.3 * np.random.default_rng(4).standard_normal(vector.shape))
     return model

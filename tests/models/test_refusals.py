@@ -441,10 +441,12 @@ class _OfThisRank(nn.ReLU):
 def test_attributes_of_a_users_layer_may_belong_to_one_rank(backend: Any) -> None:
     for strategy in ("fsdp", "tensor"):
         model = nn.Model(
-            nn.Sequential(nn.Linear(np.int64(5) if backend.rank else 5, 2),
-                          _OfThisRank(backend.rank)),
-            nn.MSE(), input_shape=(5,),
-        )  # fmt: skip
+            nn.Sequential(
+                nn.Linear(np.int64(5) if backend.rank else 5, 2), _OfThisRank(backend.rank)
+            ),
+            nn.MSE(),
+            input_shape=(5,),
+        )
         ms.as_distributed(model, backend, strategy).predict(X)
 
 

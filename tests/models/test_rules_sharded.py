@@ -73,9 +73,15 @@ def test_lamb_with_options(backend: Any, problems: Any, strategy: str) -> None:
     """A frozen layer, and biases without decay; ranks that own nothing of what is trained."""
     model, _ = problems.build(backend, "mlp", strategy)
     before = model.gather_full_parameters()
-    rule = LAMB(RATE, weight_decay=0.1, clip_global_norm=0.05, parameter_options={
-        "linear1.*": {"frozen": True}, "*.bias": {"weight_decay": 0},
-    })  # fmt: skip
+    rule = LAMB(
+        RATE,
+        weight_decay=0.1,
+        clip_global_norm=0.05,
+        parameter_options={
+            "linear1.*": {"frozen": True},
+            "*.bias": {"weight_decay": 0},
+        },
+    )
     update = problems.lamb(model.parameter_entries, 0.05, "linear1.", "bias")
     trained = check(backend, problems, "mlp", strategy, rule, update)
     after = trained.gather_full_parameters()
@@ -98,10 +104,16 @@ def test_lamb_norms_travel_once_per_update(backend: Any, problems: Any, strategy
                 vectors.append(vector.shape)
                 return context.sum_over_owners(vector)
 
-            super().update_all(ranges, type(context)(
-                context.step, context.learning_rate, context.gradient_scale, sum_over_owners,
-                context.parameter_names,
-            ))  # fmt: skip
+            super().update_all(
+                ranges,
+                type(context)(
+                    context.step,
+                    context.learning_rate,
+                    context.gradient_scale,
+                    sum_over_owners,
+                    context.parameter_names,
+                ),
+            )
 
     optimizer = problems.STRATEGIES[strategy][1](Watched(), model.sharding_configuration)
     optimizer.step(model, *problems.local_batch(backend, "mlp", 0))

@@ -18,12 +18,14 @@ both = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 
 def tied_forward() -> Model:
     """The first layer's weight is the last one's: it is used before its own unit begins."""
-    chain = Sequential({
-        "first": Linear(4, 4, tied_to="last.weight"),
-        "relu": ReLU(),
-        "middle": Linear(4, 4),
-        "last": Linear(4, 4),
-    })  # fmt: skip
+    chain = Sequential(
+        {
+            "first": Linear(4, 4, tied_to="last.weight"),
+            "relu": ReLU(),
+            "middle": Linear(4, 4),
+            "last": Linear(4, 4),
+        }
+    )
     return Model(chain, MSE(), input_shape=(4,), seed=3)
 
 
@@ -42,8 +44,9 @@ def test_a_weight_tied_to_a_later_layer(backend, strategy, unit_size):
     plain = tied_forward()
     for step in range(4):
         x, y = batch(step)
-        optimizer.step(sharded, x[backend.rank :: backend.world_size],
-                       y[backend.rank :: backend.world_size])  # fmt: skip
+        optimizer.step(
+            sharded, x[backend.rank :: backend.world_size], y[backend.rank :: backend.world_size]
+        )
         plain.train(x, y, learning_rate=0.1)
     difference = sharded.gather_full_parameters() - plain.get_parameters()
     assert np.abs(difference).max() < 1e-12

@@ -48,10 +48,15 @@ def check(backend, make, strategy, x, y, batch=10, **options):
     rule = ms.as_distributed(ms.optimizers.SGD(0.05, momentum=0.9), backend, strategy, **options)
     result = rule.optimize(
         ms.OptimizationInputData(
-            model=model, x_train=x, y_train=y, epochs=2, batch_size=batch, shuffle=False,
+            model=model,
+            x_train=x,
+            y_train=y,
+            epochs=2,
+            batch_size=batch,
+            shuffle=False,
             progress=False,
         )
-    )  # fmt: skip
+    )
     losses, parameters = trained_alone(make(), x, y, 2, batch)
     np.testing.assert_allclose(result.loss_history, losses, rtol=1e-12)
     found = result.model.gather_full_parameters()
@@ -103,9 +108,15 @@ def test_figures_of_data_sets_count_the_weights(backend):
     def measured(loss, x, targets):
         model = ms.as_distributed(ms.nn.MLP([4, 5, loss[1]], loss=loss[0], seed=1), backend)
         data = ms.OptimizationInputData(
-            model=model, x_train=X[:4], y_train=targets[:4], epochs=1, batch_size=4, x_test=x,
-            y_test=targets, progress=False,
-        )  # fmt: skip
+            model=model,
+            x_train=X[:4],
+            y_train=targets[:4],
+            epochs=1,
+            batch_size=4,
+            x_test=x,
+            y_test=targets,
+            progress=False,
+        )
         return ms.as_distributed(ms.optimizers.SGD(1e-9), backend).optimize(data).test_result.stats
 
     for loss, targets in [

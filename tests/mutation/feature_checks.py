@@ -222,9 +222,10 @@ def a_shard_of_another_length_on_one_rank(problems: Any) -> None:
         model, _ = of(backend, nn.MLP([5, 4, 2], seed=1), "fsdp")
         given = model._local_shard[backend.rank == 1 :]
         refused(
-            ValueError, "_local_shard: expected a vector",
+            ValueError,
+            "_local_shard: expected a vector",
             lambda: setattr(model, "_local_shard", given),
-        )  # fmt: skip
+        )
 
     run(body)
 

@@ -49,9 +49,12 @@ def on_ranks(name: str, body: Callable[[Any], Any], path: str = "messages") -> l
 
 
 def trains(
-    problems: Any, name: str, path: str, kind: str = "tied",
+    problems: Any,
+    name: str,
+    path: str,
+    kind: str = "tied",
     manner: Callable[[], Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Watched step by step; or, in a manner that shows what is not waited for, only at the end."""
     expected = problems.train_sequentially(kind, problems.TEXTBOOK["sgd"], steps=STEPS)
 
@@ -150,15 +153,17 @@ def ranks_of_a_mesh_that_disagree(problems: Any) -> None:
         rank = backend.rank
         schedule = ("gpipe", "zb-v")[rank % 2]
         refused(
-            ValueError, "same model in the same strategy",
+            ValueError,
+            "same model in the same strategy",
             lambda: build(backend, problems, name, schedule=schedule),
-        )  # fmt: skip
+        )
         model, optimizer = build(backend, problems, name)
         x, y = local_batch(model, problems, 0)
         refused(
-            ValueError, "must be given the same",
+            ValueError,
+            "must be given the same",
             lambda: optimizer.step(model, (x + (rank == 1)) % 11, y),
-        )  # fmt: skip
+        )
         refused(
             ValueError, "arguments differ between ranks", lambda: model.generate([1 + rank % 2], 2)
         )

@@ -39,8 +39,11 @@ def walks(problems: Any, strategy: str, path: str, manner: Any) -> None:
 
 
 for _strategy, _path in (
-    ("ddp", "arena"), ("ddp", "messages"), ("zero1", "messages"), ("fsdp", "two nodes"),
-):  # fmt: skip
+    ("ddp", "arena"),
+    ("ddp", "messages"),
+    ("zero1", "messages"),
+    ("fsdp", "two nodes"),
+):
     for _name, _manner in (("", nullcontext), (", idle works", idle), (", a late rank", is_late)):
         CHECKS[f"leaves: {_strategy}, {_path}{_name}"] = functools.partial(
             walks, strategy=_strategy, path=_path, manner=_manner
@@ -52,9 +55,14 @@ def leaves_evaluate(problems: Any) -> None:
     def body(backend: Any) -> float:
         model, optimizer = pair(backend, "fsdp")
         data = ms.OptimizationInputData(
-            model=model, x_train=X, y_train=Y, x_validation=X, y_validation=Y, batch_size=SAMPLES,
+            model=model,
+            x_train=X,
+            y_train=Y,
+            x_validation=X,
+            y_validation=Y,
+            batch_size=SAMPLES,
             progress=False,
-        )  # fmt: skip
+        )
         (found,) = optimizer.optimize(data).validation_history
         return float(found[1])
 

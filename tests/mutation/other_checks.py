@@ -201,8 +201,13 @@ def state_that_is_repaired(problems: Any) -> None:
 def data(problems: Any, kind: str = "mlp", **options: Any) -> dict[str, Any]:
     x, y = problems.batch(kind, 8)
     return {
-        "x_train": x, "y_train": y, "batch_size": 8, "epochs": 6, "progress": False, "seed": 1,
-    } | options  # fmt: skip
+        "x_train": x,
+        "y_train": y,
+        "batch_size": 8,
+        "epochs": 6,
+        "progress": False,
+        "seed": 1,
+    } | options
 
 
 @check
@@ -210,10 +215,15 @@ def evaluation(problems: Any) -> None:
     def body(backend: Any, kind: str) -> Any:
         model, optimizer = problems.build(backend, kind, "fsdp")
         x, y = problems.batch(kind, 5)
-        result = optimizer.optimize(ms.OptimizationInputData(
-            model=model, x_validation=x, y_validation=y, training_statistics=True,
-            **data(problems, kind, epochs=2),
-        ))  # fmt: skip
+        result = optimizer.optimize(
+            ms.OptimizationInputData(
+                model=model,
+                x_validation=x,
+                y_validation=y,
+                training_statistics=True,
+                **data(problems, kind, epochs=2),
+            )
+        )
         found = [result.loss_history, [v for _, v in result.validation_history]]
         for part in (result.training_result, result.validation_result):
             found += [part.stats[name] for name in sorted(part.stats)]
@@ -229,9 +239,15 @@ def the_best_is_put_back(problems: Any) -> None:
         rule = ms.optimizers.SGD(0.5, 0.9)
         model, optimizer = of(backend, nn.MLP([5, 4, 2], seed=1), "zero1", rule)
         x, y = problems.batch("mlp", 5)
-        result = optimizer.optimize(ms.OptimizationInputData(
-            model=model, x_validation=x, y_validation=-y, patience=2, **data(problems),
-        ))  # fmt: skip
+        result = optimizer.optimize(
+            ms.OptimizationInputData(
+                model=model,
+                x_validation=x,
+                y_validation=-y,
+                patience=2,
+                **data(problems),
+            )
+        )
         assert result.best_iteration < result.iterations
         return [model.get_parameters()]
 
@@ -288,12 +304,23 @@ def runs_that_differ(problems: Any) -> None:
         rule = ms.optimizers.SGD(lambda step: math.inf if (rank, step) == (1, 23) else 0.1)
         model, optimizer = of(backend, nn.MLP([5, 4, 2], seed=1), "fsdp", rule)
         refused(ValueError, "learning rate of inf for step 23", lambda: optimize(epochs=8))
-        refused(FileNotFoundError, "nowhere", lambda: check_position(
-            where, backend,
-            {"local_data": True, "samples": [5, 0, 9], "batch_size": 8, "seed": 1,
-             "shuffle": True, "drop_last": False},
-            UserState({}, backend),
-        ))  # fmt: skip
+        refused(
+            FileNotFoundError,
+            "nowhere",
+            lambda: check_position(
+                where,
+                backend,
+                {
+                    "local_data": True,
+                    "samples": [5, 0, 9],
+                    "batch_size": 8,
+                    "seed": 1,
+                    "shuffle": True,
+                    "drop_last": False,
+                },
+                UserState({}, backend),
+            ),
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         run(functools.partial(body, folder=Path(folder) / "c"))
@@ -307,9 +334,10 @@ def one_rank_s_mistyped_pattern(problems: Any) -> None:
         plain = nn.MLP([5, 4, 2], seed=1)
         optimizer = ms.as_distributed(rule, backend, "fsdp")
         refused(
-            ValueError, "linear9",
+            ValueError,
+            "linear9",
             lambda: optimizer.optimize(ms.OptimizationInputData(model=plain, **data(problems))),
-        )  # fmt: skip
+        )
         assert len(plain.get_parameters()) == 34  # every rank has its model back
 
     run(body)

@@ -190,8 +190,23 @@ def _called(function: ast.expr) -> str | None:
 
 
 # What ranks that talk go by, beside names that end with "backend".
-GROUPS = {"world", "replica", "model", "together", "samples", "dealt", "pipeline", "tensor", "data",
-          "axis", "_axis", "owners", "across", "_across", "_tie_groups"}  # fmt: skip
+GROUPS = {
+    "world",
+    "replica",
+    "model",
+    "together",
+    "samples",
+    "dealt",
+    "pipeline",
+    "tensor",
+    "data",
+    "axis",
+    "_axis",
+    "owners",
+    "across",
+    "_across",
+    "_tie_groups",
+}
 
 
 def _of_backend(node: ast.Attribute) -> bool:

@@ -59,9 +59,11 @@ def _that_communicate(path, by):
     tree = ast.parse((sites.PACKAGE / "communication" / "contract" / path).read_text())
     methods = {
         method.name: {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
-        for kind in tree.body if isinstance(kind, ast.ClassDef)
-        for method in kind.body if isinstance(method, ast.FunctionDef)
-    }  # fmt: skip
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef)
+    }
     talk = set(by)
     while more := {name for name, called in methods.items() if called & talk} - talk:
         talk |= more

@@ -102,9 +102,13 @@ def accumulation(problems: Any) -> None:
 @check
 def dropout(problems: Any) -> None:
     def body(backend: Any) -> Any:
-        chain = nn.Sequential({
-            "a": nn.Linear(5, 8), "drop": nn.Dropout(0.5), "b": nn.Linear(8, 2),
-        })  # fmt: skip
+        chain = nn.Sequential(
+            {
+                "a": nn.Linear(5, 8),
+                "drop": nn.Dropout(0.5),
+                "b": nn.Linear(8, 2),
+            }
+        )
         plain = nn.Model(chain, nn.MSE(), input_shape=(5,), seed=backend.rank)
         model, optimizer = of(backend, plain, "fsdp")
         losses = [

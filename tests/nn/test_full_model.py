@@ -297,23 +297,41 @@ def test_what_is_known_of_the_layers_of_a_gpt():
     assert infos["block0_attention"].estimated_activation_memory == 8 * outputs
     assert (infos["head"].parameter_count, infos["head"].is_trainable) == (0, True)
     assert [infos[n].category.name for n in ("embedding", "norm", "head")] == [
-        "EMBEDDING", "NORMALIZATION", "DENSE",
-    ]  # fmt: skip
+        "EMBEDDING",
+        "NORMALIZATION",
+        "DENSE",
+    ]
 
 
 def test_what_is_known_of_the_layers_of_a_conv_net():
     chain = nn.Sequential(
-        nn.Conv2D(3, 4, (2, 3)), nn.MaxPool2D(2), nn.Dropout(0.5), nn.Flatten(), nn.Softmax(),
-        nn.RMSNorm(8), nn.Linear(8, 1),
-    )  # fmt: skip
+        nn.Conv2D(3, 4, (2, 3)),
+        nn.MaxPool2D(2),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Softmax(),
+        nn.RMSNorm(8),
+        nn.Linear(8, 1),
+    )
     infos = nn.Model(chain, None, input_shape=(3, 5, 4)).get_all_layer_info()
     assert [i.category.name for i in infos] == [
-        "CONVOLUTION", "POOLING", "REGULARIZATION", "RESHAPE", "ACTIVATION", "NORMALIZATION",
+        "CONVOLUTION",
+        "POOLING",
+        "REGULARIZATION",
+        "RESHAPE",
+        "ACTIVATION",
+        "NORMALIZATION",
         "DENSE",
-    ]  # fmt: skip
+    ]
     assert [i.estimated_flops for i in infos] == [
-        2 * (3 * 2 * 3) * (4 * 4 * 2), 4 * (4 * 2), 8, 0, 8, 32, 16,
-    ]  # fmt: skip
+        2 * (3 * 2 * 3) * (4 * 4 * 2),
+        4 * (4 * 2),
+        8,
+        0,
+        8,
+        32,
+        16,
+    ]
 
 
 def test_a_frozen_layer_is_not_trainable():
@@ -350,9 +368,10 @@ def test_where_a_model_may_be_cut():
     class Odd(nn.MLP):
         def get_layer_info(self, index):
             info = super().get_layer_info(index)
-            return type(info)(**{
-                name: getattr(info, name) for name in info.__slots__
-            } | ({"input_shape": (9,)} if index == 1 else {}))  # fmt: skip
+            return type(info)(
+                **{name: getattr(info, name) for name in info.__slots__}
+                | ({"input_shape": (9,)} if index == 1 else {})
+            )
 
     assert [Odd([5, 7, 2]).validate_partition_point(i) for i in range(3)] == [False, True, False]
 

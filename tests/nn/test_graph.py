@@ -28,11 +28,17 @@ def chain_of(*layers, shape, **options):
 
 def conv_net():
     return chain_of(
-        nn.Conv2D(1, 4, kernel=3, padding=1), nn.ReLU(), nn.MaxPool2D(2),
-        nn.Conv2D(4, 5, kernel=(2, 3), stride=(1, 2), padding=(0, 1), bias=False), nn.SiLU(),
-        nn.MaxPool2D((2, 1), stride=1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(20, 3),
+        nn.Conv2D(1, 4, kernel=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2D(2),
+        nn.Conv2D(4, 5, kernel=(2, 3), stride=(1, 2), padding=(0, 1), bias=False),
+        nn.SiLU(),
+        nn.MaxPool2D((2, 1), stride=1),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(20, 3),
         shape=(1, 8, 8),
-    )  # fmt: skip
+    )
 
 
 def linear_with_a_choice():
@@ -206,9 +212,11 @@ class Shifted(nn.Linear):
 
 def test_layers_of_the_users_own_are_run():
     model = chain_of(
-        nn.Linear(5, 5), Doubling(), nn.Residual({"a": nn.ReLU(), "b": Shifted(5, 5)}),
+        nn.Linear(5, 5),
+        Doubling(),
+        nn.Residual({"a": nn.ReLU(), "b": Shifted(5, 5)}),
         shape=(3, 5),
-    )  # fmt: skip
+    )
     x = features(3, 5)
     node = model.export_computation_graph([])
     assert [n.shape for n in node.walk() if n.op == "layer"] == [(None, None, 5)] * 2

@@ -122,8 +122,9 @@ def test_a_copy_has_a_choice_of_its_own(copied):
 def test_importance_is_coefficient_times_spread():
     model = with_coefficients(
         LinearRegression(3, 2, feature_names=["a", "b", "c"]),
-        [[1.0, -0.2, 3.0], [-3.0, 0.4, 0.0]], [9.0, 9.0],
-    )  # fmt: skip
+        [[1.0, -0.2, 3.0], [-3.0, 0.4, 0.0]],
+        [9.0, 9.0],
+    )
     assert model.get_feature_importance() == pytest.approx({"a": 2.0, "b": 0.3, "c": 1.5})
     model.feature_spread = X.std(axis=0)
     expected = [2.0, 0.3, 1.5] * X.std(axis=0)

@@ -29,9 +29,15 @@ STEPS, SAMPLES, RATE = 3, 7, 0.1
 
 def convolutional() -> Model:
     chain = Sequential(
-        Conv2D(2, 3, 3, padding=1), SiLU(), Dropout(0.3), MaxPool2D(2),
-        Flatten(), RMSNorm(3 * 2 * 3), Dropout(0.5), Linear(3 * 2 * 3, 4),
-    )  # fmt: skip
+        Conv2D(2, 3, 3, padding=1),
+        SiLU(),
+        Dropout(0.3),
+        MaxPool2D(2),
+        Flatten(),
+        RMSNorm(3 * 2 * 3),
+        Dropout(0.5),
+        Linear(3 * 2 * 3, 4),
+    )
     loss = CrossEntropy(label_smoothing=0.1, z_loss=0.01)
     return Model(chain, loss, input_shape=(2, 4, 6), seed=3)
 

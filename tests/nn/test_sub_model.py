@@ -74,8 +74,9 @@ def test_a_part_of_a_part():
     part.apply_gradients(np.ones(part.parameter_count), 1.0)
     y, _ = nn.Sequential(*model.layers[2:4]).forward(
         {"0": model.parameter_table.nested_views(model.get_parameters())["linear1"]},
-        x, nn.Context(training=False),
-    )  # fmt: skip
+        x,
+        nn.Context(training=False),
+    )
     np.testing.assert_array_equal(part.predict(x), y)
 
 

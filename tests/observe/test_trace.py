@@ -127,8 +127,13 @@ def test_what_is_recorded(backend: Any, path: str, shared_path: Path) -> None:
     for rank in range(backend.world_size):
         mine = spans(events, rank, "communication")
         assert Counter(e["name"] for e in mine) == {
-            "all_gather": 1, "all_reduce": 4, "barrier": 1, "split": 1, "send": 3, "receive": 5,
-        }  # fmt: skip
+            "all_gather": 1,
+            "all_reduce": 4,
+            "barrier": 1,
+            "split": 1,
+            "send": 3,
+            "receive": 5,
+        }
         for event in mine:
             if "sequence" in event["args"]:
                 calls[event["args"]["group"], event["args"]["sequence"]].append(event)
@@ -198,9 +203,10 @@ def test_training_steps(backend: Any, shared_path: Path) -> None:
     ]
     for step in steps:
         inside = [
-            e["name"] for e in spans(events, backend.rank, "compute")
+            e["name"]
+            for e in spans(events, backend.rank, "compute")
             if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
-        ]  # fmt: skip
+        ]
         assert inside == ["forward", "backward", "update"]
     backend.barrier()
     if backend.rank == 0:

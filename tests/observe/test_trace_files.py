@@ -68,10 +68,24 @@ def test_ranks_come_to_lie_on_one_time_line(tmp_path: Path) -> None:
     write(tmp_path, 0, [event], world_size=4)
     write(tmp_path, 1, [event], world_size=4, origin_us=1007.0)
     clocks = {"node": 1, "world_size": 4}
-    write(tmp_path, 2, [event], origin_us=91000.0, clock_offset_us=-89000.0,
-          clock_uncertainty_us=900.0, **clocks)  # fmt: skip
-    write(tmp_path, 3, [event], origin_us=91002.5, clock_offset_us=-90010.0,
-          clock_uncertainty_us=4.0, **clocks)  # fmt: skip
+    write(
+        tmp_path,
+        2,
+        [event],
+        origin_us=91000.0,
+        clock_offset_us=-89000.0,
+        clock_uncertainty_us=900.0,
+        **clocks,
+    )
+    write(
+        tmp_path,
+        3,
+        [event],
+        origin_us=91002.5,
+        clock_offset_us=-90010.0,
+        clock_uncertainty_us=4.0,
+        **clocks,
+    )
     starts = {e["pid"]: e["ts"] for e in merged(tmp_path) if e["ph"] == "X"}
     # Rank 2 began at 91000 - 90010 = 990 on rank 0's clock, 10 before it: rank 3 measured best.
     assert starts == {0: 20.0, 1: 27.0, 2: 10.0, 3: 12.5}
@@ -94,9 +108,17 @@ def test_arrows_go_from_sender_to_receiver(tmp_path: Path) -> None:
     arrows = [e for e in merged(tmp_path) if e["ph"] in "sf"]
     assert arrows == [
         {"name": "message", "cat": "message", "ph": "s", "id": 1, "pid": 0, "tid": 4, "ts": 5.0},
-        {"name": "message", "cat": "message", "ph": "f", "id": 1, "pid": 1, "tid": 4,
-         "ts": 9.999, "bp": "e"},
-    ]  # fmt: skip
+        {
+            "name": "message",
+            "cat": "message",
+            "ph": "f",
+            "id": 1,
+            "pid": 1,
+            "tid": 4,
+            "ts": 9.999,
+            "bp": "e",
+        },
+    ]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -272,9 +294,11 @@ def test_calls_are_counted_by_axis_and_by_split(tmp_path: Path) -> None:
         write(tmp_path, rank, events)
     found = {(c.kind, c.group): c for c in summarize_trace(open_trace(tmp_path)).calls}
     assert {key: c.calls for key, c in found.items()} == {
-        ("barrier", "world/3"): 4, ("barrier", "world/3.1/2"): 2, ("barrier", "tensor"): 2,
+        ("barrier", "world/3"): 4,
+        ("barrier", "world/3.1/2"): 2,
+        ("barrier", "tensor"): 2,
         ("receive", "world"): 2,
-    }  # fmt: skip
+    }
     assert found["receive", "world"].median_wait == pytest.approx(1e-6)
     assert found["receive", "world"].nbytes == 32
 

@@ -42,10 +42,15 @@ def train(backend, folder, steps=None, strategy="fsdp", **options):
     try:
         return optimizer.optimize(
             ms.OptimizationInputData(
-                model=model, y_train=np.ones((SAMPLES, 1)), batch_size=8, epochs=4, progress=False,
-                checkpoint=folder, **(choices | options),
+                model=model,
+                y_train=np.ones((SAMPLES, 1)),
+                batch_size=8,
+                epochs=4,
+                progress=False,
+                checkpoint=folder,
+                **(choices | options),
             )
-        )  # fmt: skip
+        )
     finally:
         if steps is not None:
             steps[backend.rank] = optimizer.steps

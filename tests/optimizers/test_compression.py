@@ -115,13 +115,19 @@ def dealt(model):
     if replica.is_on_mesh:  # what its ranks hold alike travels whole
         held = {each.entry.name: each.boxes for each in placement.slices}
         pipeline, tensor = model.mesh.pipeline_rank, model.mesh.tensor_rank
-        everyones = [json.loads(text) for text in all_texts(model.backend, json.dumps(
-            [pipeline, tensor, held]))]  # fmt: skip
+        everyones = [
+            json.loads(text)
+            for text in all_texts(model.backend, json.dumps([pipeline, tensor, held]))
+        ]
         mine = json.loads(json.dumps(held))
-        alike = [name for name in mine if any(
-            their[:2] != [pipeline, tensor] and their[2].get(name) == mine[name]
-            for their in everyones
-        )]  # fmt: skip
+        alike = [
+            name
+            for name in mine
+            if any(
+                their[:2] != [pipeline, tensor] and their[2].get(name) == mine[name]
+                for their in everyones
+            )
+        ]
     for unit in model.engine.layout.units:
         layout = ms.ShardLayout(unit.length, count)
         start = unit.start + layout.start(place)
@@ -149,8 +155,10 @@ def dealt(model):
         for ranges, key, _ in json.loads(text):
             places = np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
             everyones[tuple(places), str(key)] = places, key
-    mine = [np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
-            for ranges, *_ in found]  # fmt: skip
+    mine = [
+        np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
+        for ranges, *_ in found
+    ]
     return list(everyones.values()), mine
 
 
@@ -345,8 +353,10 @@ def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype, l
     for n in pieces:
         k = max(1, n // 100)
         expected += {
-            "quantization": n + 2 * b, "int8": n + b * -(-n // 128), "top-k": k * (4 + b),
-        }[method]  # fmt: skip
+            "quantization": n + 2 * b,
+            "int8": n + b * -(-n // 128),
+            "top-k": k * (4 + b),
+        }[method]
     assert total == 2 * (size - 1) * expected
     if dtype == np.float32 and size > 1 and layout == "ddp":
         whole = 2 * (size - 1) * 4 * model.parameter_count
@@ -638,9 +648,11 @@ def test_a_plain_model_has_nodes_for_replicas(monkeypatch):
     def main(backend):
         config = ms.ShardingConfiguration(backend)
         optimizer = GradientCompressionOptimizer(make_rule("sgd"), config, strategy="fsdp")
-        optimizer.optimize(ms.OptimizationInputData(
-            model=plain(), x_train=X, y_train=Y, max_steps=2, progress=False
-        ))  # fmt: skip
+        optimizer.optimize(
+            ms.OptimizationInputData(
+                model=plain(), x_train=X, y_train=Y, max_steps=2, progress=False
+            )
+        )
         across = optimizer.model.engine.replica.across
         assert (across.world_size, across.axis, config.replica_size) == (2, "replica", None)
         assert type(optimizer.model) is ms.FSDPModel

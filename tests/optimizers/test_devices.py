@@ -78,8 +78,9 @@ def test_an_update_on_a_gpu_has_the_bits_of_the_host(name, dtype, gpu):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_lamb_on_a_gpu(dtype, gpu):
-    expected, found = (updated(LAMB(0.01, weight_decay=0.1), place, dtype)
-                       for place in (np.array, gpu.asarray))  # fmt: skip
+    expected, found = (
+        updated(LAMB(0.01, weight_decay=0.1), place, dtype) for place in (np.array, gpu.asarray)
+    )
     tolerance = 1e-6 if dtype == "float32" else 1e-14
     for kind, values in expected.items():
         np.testing.assert_allclose(found[kind], values, rtol=0, atol=tolerance)

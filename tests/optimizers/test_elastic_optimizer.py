@@ -25,10 +25,18 @@ def plain():
 def train(backend, folder, strategy, limit, bounds=(1, 4), x=X, leaves=None):
     config = ms.ShardingConfiguration(backend, gradient_leaves=leaves)
     optimizer = ElasticOptimizer(Adam(1e-3), config, *bounds, strategy=strategy)
-    return optimizer.optimize(ms.OptimizationInputData(
-        model=plain(), x_train=x, y_train=Y, batch_size=8, max_steps=limit, progress=False,
-        checkpoint=folder, checkpoint_every=3,
-    )).model.get_parameters()  # fmt: skip
+    return optimizer.optimize(
+        ms.OptimizationInputData(
+            model=plain(),
+            x_train=x,
+            y_train=Y,
+            batch_size=8,
+            max_steps=limit,
+            progress=False,
+            checkpoint=folder,
+            checkpoint_every=3,
+        )
+    ).model.get_parameters()
 
 
 def textbook(steps):

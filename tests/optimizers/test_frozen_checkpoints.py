@@ -30,8 +30,9 @@ def train(backend, strategy="fsdp", parameter_options=FROZEN, **options):
     return result, model.get_parameters(), optimizer.serialize()
 
 
-@pytest.mark.parametrize(("worlds", "strategies"), [((2, 2), ("fsdp", "fsdp")),
-                                                    ((3, 2), ("ddp", "zero1"))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("worlds", "strategies"), [((2, 2), ("fsdp", "fsdp")), ((3, 2), ("ddp", "zero1"))]
+)
 def test_interrupted_and_resumed_it_is_the_same_run(tmp_path, worlds, strategies):
     path = tmp_path / "run"
     _, parameters, _ = ms.run_in_threads(worlds[1], train, strategies[1])[0]

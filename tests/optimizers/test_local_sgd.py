@@ -198,11 +198,22 @@ def test_optimize_evaluates_and_saves_one_model_and_resumes(backend, shared_path
     def run(limit, folder):
         config = ms.ShardingConfiguration(backend)
         optimizer = LocalSGDOptimizer(Adam(1e-3), config, 3, nesterov())
-        return optimizer.optimize(ms.OptimizationInputData(
-            model=plain(), x_train=X, y_train=Y, x_validation=X, y_validation=Y, batch_size=8,
-            validate_every=4, max_steps=limit, progress=False, checkpoint=shared_path / folder,
-            checkpoint_every=5, keep_best=True,
-        ))  # fmt: skip
+        return optimizer.optimize(
+            ms.OptimizationInputData(
+                model=plain(),
+                x_train=X,
+                y_train=Y,
+                x_validation=X,
+                y_validation=Y,
+                batch_size=8,
+                validate_every=4,
+                max_steps=limit,
+                progress=False,
+                checkpoint=shared_path / folder,
+                checkpoint_every=5,
+                keep_best=True,
+            )
+        )
 
     whole = run(12, "whole")
     run(10, "parts")

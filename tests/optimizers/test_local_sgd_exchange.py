@@ -187,8 +187,10 @@ def test_codes_travel_once_a_period(backend, exchange, width):
     size = backend.world_size
     small = sent(lambda: backend.all_reduce(np.zeros(7)))
     weight = sent(lambda: backend.all_reduce(np.zeros(1)))
-    found = [sent(lambda: optimizer.step(model, *share(step, backend.rank, size)))  # noqa: B023
-             for step in range(2 * PERIOD)]  # fmt: skip
+    found = [
+        sent(lambda: optimizer.step(model, *share(step, backend.rank, size)))  # noqa: B023
+        for step in range(2 * PERIOD)
+    ]
     scales = 8 * size if exchange == "int8" else 0
     codes = [2 * (size - 1) * (width * unit.length + scales) for unit in model.units]
     expected = [0, 0, 0, 0, 0, sum(codes)] * 2

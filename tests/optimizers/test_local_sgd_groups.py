@@ -284,10 +284,18 @@ def test_replicas_are_made_equal_before_they_are_compared(backend):
         def on_step(self, run, record):
             found.append(optimizer.model.engine.replicas.weight > 0)
 
-    optimizer.optimize(ms.OptimizationInputData(
-        model=plain(), x_train=X, y_train=Y, batch_size=len(X) // 6, digest_every=2, max_steps=6,
-        progress=False, callbacks=[Compared()],
-    ))  # fmt: skip
+    optimizer.optimize(
+        ms.OptimizationInputData(
+            model=plain(),
+            x_train=X,
+            y_train=Y,
+            batch_size=len(X) // 6,
+            digest_every=2,
+            max_steps=6,
+            progress=False,
+            callbacks=[Compared()],
+        )
+    )
     # Replicas differ after each step, and the comparison after every second one finds no damage.
     assert found == [True] * 6
 
@@ -492,9 +500,11 @@ def test_the_loop_deals_samples_to_replicas(backend):
     found = []
     for mesh in ((1, 2, 1), (2, 1, 1), (1, 1, 2)):
         model, optimizer = build_mesh(backend, mesh, SGD(0.05), 2 if mesh[2] == 1 else 1)
-        result = optimizer.optimize(ms.OptimizationInputData(
-            model=model, x_train=X, y_train=Y, batch_size=8, epochs=2, progress=False
-        ))  # fmt: skip
+        result = optimizer.optimize(
+            ms.OptimizationInputData(
+                model=model, x_train=X, y_train=Y, batch_size=8, epochs=2, progress=False
+            )
+        )
         found.append((result.loss_history, model.get_parameters()))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-12)
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=0, atol=1e-12)

@@ -45,8 +45,9 @@ def by_hand(world_size):
     for step in range(EPOCHS * sampler.batches_per_epoch):
         parts = []
         for rank in range(world_size):
-            indices, start = sampler.local(*divmod(step, sampler.batches_per_epoch), rank,
-                                           world_size)  # fmt: skip
+            indices, start = sampler.local(
+                *divmod(step, sampler.batches_per_epoch), rank, world_size
+            )
             assert start == sum(len(part) for part in parts)
             parts.append(indices + own(world_size, rank).start)
         batch = np.concatenate(parts)
@@ -98,9 +99,13 @@ def test_every_sample_of_every_rank_is_read_once_an_epoch(backend):
 def test_validation_and_test_data_are_each_ranks_own_too(backend):
     mine = own(backend.world_size, backend.rank)
     result, parameters = train(
-        backend, x_validation=X[mine], y_validation=Y[mine], x_test=X[mine][:3], y_test=Y[mine][:3],
+        backend,
+        x_validation=X[mine],
+        y_validation=Y[mine],
+        x_test=X[mine][:3],
+        y_test=Y[mine][:3],
         predictions=True,
-    )  # fmt: skip
+    )
     plain = ms.nn.MLP([5, 7, 2], activation="tanh").with_parameters(parameters)
     whole = slice(0, sum(LENGTHS[backend.world_size]))
     loss = ms.nn.MSE()(plain.predict(X[whole]), Y[whole])

@@ -226,8 +226,14 @@ def test_ranks_of_a_replica_must_bring_the_same(backend: Any, name: str) -> None
         return
     before = model.get_parameters()
     more = int(backend.rank == backend.world_size - 1)
-    own = {"local_data": True, "batch_size": 8, "x_test": None, "y_test": None, "epochs": 1,
-           "shuffle": False}  # fmt: skip
+    own = {
+        "local_data": True,
+        "batch_size": 8,
+        "x_test": None,
+        "y_test": None,
+        "epochs": 1,
+        "shuffle": False,
+    }
     for part in ("train", "validation"):
         short = {f"x_{part}": TOKENS[: 10 + more], f"y_{part}": TARGETS[: 10 + more]}
         with pytest.raises(

@@ -121,9 +121,14 @@ def test_accuracy_of_yes_or_no(backend, tmp_path):
 @in_worlds(1, 2, 3)
 def test_predictions_are_each_ranks_own_rows(backend, strategy):
     result = train(
-        backend, ms.nn.LinearRegression(4, 2), strategy, predictions=True, keep_best=True,
-        **PARTS, **targets(Y),
-    )  # fmt: skip
+        backend,
+        ms.nn.LinearRegression(4, 2),
+        strategy,
+        predictions=True,
+        keep_best=True,
+        **PARTS,
+        **targets(Y),
+    )
     whole = ms.nn.LinearRegression(4, 2).with_parameters(result.model.get_parameters())
     found = result.test_result
     expected = whole.predict(X[9:14])[found.indices]
@@ -148,9 +153,15 @@ def test_what_is_not_asked_for_is_not_computed(backend):
     assert result.training_result.stats == {}
     assert result.validation_result is result.test_result is result.fit_detection_result is None
     validated = ms.OptimizationInputData(
-        model=model, x_train=X, y_train=Y, batch_size=8, epochs=2, progress=False, **PARTS,
+        model=model,
+        x_train=X,
+        y_train=Y,
+        batch_size=8,
+        epochs=2,
+        progress=False,
+        **PARTS,
         **{k: v for k, v in targets(Y).items() if k != "y_train"},
-    )  # fmt: skip
+    )
     ms.as_distributed(ms.optimizers.SGD(0.01), backend).optimize(validated)
     of_validation = {0: 5, 1: 4}[backend.rank]  # 8 and 1 samples of 9, over two ranks: 4 + 1
     assert sum(seen) == 2 * of_validation + {0: 3, 1: 2}[backend.rank]
@@ -168,8 +179,13 @@ def test_black_boxes(backend):
     loss, _ = squared_error(result.model.get_parameters(), X[9:14], y[9:14])
     assert result.test_result.stats == pytest.approx({"loss": loss})
     with pytest.raises(MissingMemberError, match="predict"):
-        train(backend, ms.FunctionModel(squared_error, np.ones(4)), predictions=True, **PARTS,
-              **targets(y))  # fmt: skip
+        train(
+            backend,
+            ms.FunctionModel(squared_error, np.ones(4)),
+            predictions=True,
+            **PARTS,
+            **targets(y),
+        )
     able = ms.FunctionModel(squared_error, np.ones(4), lambda theta, x: x @ theta)
     found = train(backend, able, predictions=True, **PARTS, **targets(y)).test_result
     np.testing.assert_allclose(
@@ -246,8 +262,9 @@ def test_the_losses_that_are_judged_are_the_solutions(backend):
 @by_strategy
 @in_worlds(1, 2)
 def test_copies(backend, strategy):
-    result = train(backend, ms.nn.LinearRegression(4, 2), strategy, predictions=True, **PARTS,
-                   **targets(Y))  # fmt: skip
+    result = train(
+        backend, ms.nn.LinearRegression(4, 2), strategy, predictions=True, **PARTS, **targets(Y)
+    )
     parameters = result.model.get_parameters()
     copied = result.deep_copy()
     other = result.with_parameters(parameters + 1)

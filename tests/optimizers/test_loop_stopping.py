@@ -113,10 +113,18 @@ def test_keep_best_goes_through_all_epochs_and_each_rank_keeps_its_part(backend,
     optimizer.should_early_stop = watch
     result = optimizer.optimize(
         ms.OptimizationInputData(
-            model=model, x_train=X, y_train=Y, batch_size=8, epochs=20, seed=3, progress=False,
-            validate_every=2, keep_best=True, **VALIDATION,
+            model=model,
+            x_train=X,
+            y_train=Y,
+            batch_size=8,
+            epochs=20,
+            seed=3,
+            progress=False,
+            validate_every=2,
+            keep_best=True,
+            **VALIDATION,
         )
-    )  # fmt: skip
+    )
     own = sum(piece.length for piece in model.engine.layout.pieces())
     assert set(held) == {own * 8}
     assert own < model.parameter_count
@@ -210,8 +218,9 @@ def _patient(backend, strategy, **options):
     return train(backend, strategy, patience=3, **VALIDATION, **tests, **options)
 
 
-@pytest.mark.parametrize(("worlds", "strategies"), [((3, 2), ("fsdp", "ddp")),
-                                                    ((1, 4), ("ddp", "zero1"))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("worlds", "strategies"), [((3, 2), ("fsdp", "ddp")), ((1, 4), ("ddp", "zero1"))]
+)
 def test_resumes_in_another_world(tmp_path, worlds, strategies):
     whole, parameters = ms.run_in_threads(1, _patient, "fsdp")[0]
     stop = whole.best_iteration + 2
@@ -272,9 +281,13 @@ def test_patience_may_begin_at_a_resume(backend, shared_path):
 @in_worlds(2)
 def test_options_of_the_mirrored_hierarchy_bring_an_end_of_training(backend):
     options = ms.optimizers.OptimizationAlgorithmOptions(
-        initial_learning_rate=0.05, learning_rate_decay=1.0, enable_gradient_clipping=False,
-        max_iterations=30, early_stopping_patience=3, tolerance=0.0,
-    )  # fmt: skip
+        initial_learning_rate=0.05,
+        learning_rate_decay=1.0,
+        enable_gradient_clipping=False,
+        max_iterations=30,
+        early_stopping_patience=3,
+        tolerance=0.0,
+    )
     from_options = ms.optimizers.SGD.from_options(options, momentum=0.5)
     result, parameters = train(backend, "fsdp", from_options, **VALIDATION)
     expected, values = train(backend, patience=3, max_steps=30, **VALIDATION)

@@ -52,18 +52,27 @@ def logistic(theta, x, y):
 def scipy_values(fun, theta, args=(), **options):
     values = []
     scipy.optimize.minimize(
-        fun, theta, args, "L-BFGS-B", jac=True, options=options,
+        fun,
+        theta,
+        args,
+        "L-BFGS-B",
+        jac=True,
+        options=options,
         callback=lambda intermediate_result: values.append(float(intermediate_result.fun)),
-    )  # fmt: skip
+    )
     return np.array(values)
 
 
 def own_values(backend, fun, theta, args=(), **arguments):
     values = []
     found = ms.minimize(
-        fun, theta, args, backend=backend, **arguments,
+        fun,
+        theta,
+        args,
+        backend=backend,
+        **arguments,
         callback=lambda intermediate_result: values.append(intermediate_result.fun),
-    )  # fmt: skip
+    )
     return np.array(values), found
 
 
@@ -248,12 +257,17 @@ def bits_with_leaves(backend, bounds, fun=partly_flat, args=(WIDE, Y), limit=8, 
     """Return the bits of each iterate, and of the result."""
     seen = []
     found = ms.minimize(
-        fun, np.zeros(16), args, backend=backend, bounds=bounds, **given,
+        fun,
+        np.zeros(16),
+        args,
+        backend=backend,
+        bounds=bounds,
+        **given,
         options={"gradient_leaves": 8, "maxiter": limit, "ftol": 0, "gtol": 0},
         callback=lambda intermediate_result: seen.append(
             (intermediate_result.fun, intermediate_result.x.tobytes())
         ),
-    )  # fmt: skip
+    )
     return seen, found.x.tobytes(), found.jac.tobytes(), found.fun, found.nfev
 
 
@@ -292,10 +306,14 @@ def test_a_run_goes_on_at_another_world_size(tmp_path):
         found = ms.run_in_threads(
             size,
             lambda backend, limit=limit: ms.minimize(
-                logistic, START, (X, Y), backend=backend, checkpoint=tmp_path / "run",
+                logistic,
+                START,
+                (X, Y),
+                backend=backend,
+                checkpoint=tmp_path / "run",
                 options={"maxiter": limit},
             ),
-        )  # fmt: skip
+        )
     np.testing.assert_allclose(found[1].x, whole.x, atol=1e-8)
     assert found[1].nit == whole.nit
 
@@ -369,9 +387,12 @@ def test_unequal_arguments_are_an_error_on_every_rank(backend):
         )
     with pytest.raises(ValueError, match="same function; by rank, gradient_leaves is 4, 8"):
         ms.minimize(
-            logistic, START, (X, Y), backend=backend,
+            logistic,
+            START,
+            (X, Y),
+            backend=backend,
             options={"gradient_leaves": 4 + 4 * min(1, backend.rank)},
-        )  # fmt: skip
+        )
     mine = slice(0, 60 + min(1, backend.rank))
     with pytest.raises(ValueError, match="samples is 60, 61"):
         ms.minimize(logistic, START, (X[mine], Y[mine]), backend=backend)
@@ -388,17 +409,25 @@ def test_bad_arguments_are_refused_before_anything_is_communicated(backend):
         (ValueError, "maxiter must be 1 or more", START, {"options": {"maxiter": 0}}),
         (ValueError, "gtol must be 0 or more", START, {"options": {"gtol": np.nan}}),
         (ValueError, "bounds must be 5 pairs", START, {"bounds": [(0, 1)]}),
-        (ValueError, r"bounds\[1\] must be low <= high", START,
-         {"bounds": [(0, 1), (2, 1), *[(0, 1)] * 3]}),
+        (
+            ValueError,
+            r"bounds\[1\] must be low <= high",
+            START,
+            {"bounds": [(0, 1), (2, 1), *[(0, 1)] * 3]},
+        ),
         (ValueError, "jac must be True", START, {"jac": False}),
         (TypeError, "callback must be a function, got 3", START, {"callback": 3}),
         (TypeError, "backend must be a Comm.*, got 'memory'", START, {"backend": "memory"}),
         (ValueError, "checkpoint_every needs checkpoint", START, {"checkpoint_every": 2}),
         (ValueError, "0 < c1 < c2", START, {"options": {"c1": 0.95}}),
         (ValueError, "power of two, .* got 3", START, {"options": {"gradient_leaves": 3}}),
-        (ValueError, "=4 gives .* local_data=True would .* the same args", START,
-         {"options": {"gradient_leaves": 4}, "local_data": True}),
-    ):  # fmt: skip
+        (
+            ValueError,
+            "=4 gives .* local_data=True would .* the same args",
+            START,
+            {"options": {"gradient_leaves": 4}, "local_data": True},
+        ),
+    ):
         with pytest.raises(error, match=match):
             ms.minimize(logistic, theta, (X, Y), **({"backend": backend} | given))
     with pytest.raises(ValueError, match=r"as many samples each, got \[61, 60\]"):
@@ -513,8 +542,15 @@ def classified(backend, strategy, rule=None, **options):
 
 
 def run_data(model, **given):
-    data = {"model": model, "x_train": X, "y_train": Y[:, None], "batch_size": 61, "max_steps": 12,
-            "shuffle": False, "progress": False}  # fmt: skip
+    data = {
+        "model": model,
+        "x_train": X,
+        "y_train": Y[:, None],
+        "batch_size": 61,
+        "max_steps": 12,
+        "shuffle": False,
+        "progress": False,
+    }
     return ms.OptimizationInputData(**(data | given))
 
 
@@ -527,10 +563,12 @@ def textbook():
         return plain.with_parameters(theta).compute_loss_and_gradients(x, y)
 
     start = plain.get_parameters()
-    return np.array([
-        fun(start, X, Y[:, None])[0],
-        *scipy_values(fun, start, (X, Y[:, None]), maxiter=12, maxcor=5, ftol=0, gtol=0),
-    ])  # fmt: skip
+    return np.array(
+        [
+            fun(start, X, Y[:, None])[0],
+            *scipy_values(fun, start, (X, Y[:, None]), maxiter=12, maxcor=5, ftol=0, gtol=0),
+        ]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline"])

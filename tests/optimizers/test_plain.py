@@ -82,10 +82,15 @@ def test_steps_on_a_plain_model_are_those_of_the_engine(rule):
     other = mlp()
     result = rule.optimize(
         ms.OptimizationInputData(
-            model=other, x_train=X, y_train=Y, batch_size=12, epochs=steps, shuffle=False,
+            model=other,
+            x_train=X,
+            y_train=Y,
+            batch_size=12,
+            epochs=steps,
+            shuffle=False,
             progress=False,
         )
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(losses, result.loss_history, rtol=0, atol=1e-12)
     np.testing.assert_allclose(model.get_parameters(), other.get_parameters(), rtol=0, atol=1e-12)
 

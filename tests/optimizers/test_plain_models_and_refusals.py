@@ -224,18 +224,31 @@ def test_replicas_that_drift_have_no_training_loop(backend, shared_path, is_plai
 def test_numpy_scalars(backend, shared_path):
     def train(rate, beta, numbers, flag, flags, clip):
         rule = ms.optimizers.Adam(
-            rate, beta1=beta(0.5), clip_global_norm=clip(1.0),
+            rate,
+            beta1=beta(0.5),
+            clip_global_norm=clip(1.0),
             parameter_options={"*.bias": {"frozen": flag(True)}},
-        )  # fmt: skip
+        )
         return optimizer_of(backend, rule).optimize(
-            data(mlp(), **{k: numbers(v) for k, v in COUNTS.items()},
-                 **{k: flag(v) for k, v in flags.items()},
-                 tolerance=clip(0.5), checkpoint=shared_path / str(flag.__name__),
-                 x_validation=X, y_validation=Y)
-        )  # fmt: skip
+            data(
+                mlp(),
+                **{k: numbers(v) for k, v in COUNTS.items()},
+                **{k: flag(v) for k, v in flags.items()},
+                tolerance=clip(0.5),
+                checkpoint=shared_path / str(flag.__name__),
+                x_validation=X,
+                y_validation=Y,
+            )
+        )
 
-    flags = {"shuffle": True, "drop_last": True, "keep_best": True, "predictions": True,
-             "training_statistics": True, "local_data": False}  # fmt: skip
+    flags = {
+        "shuffle": True,
+        "drop_last": True,
+        "keep_best": True,
+        "predictions": True,
+        "training_statistics": True,
+        "local_data": False,
+    }
     plain = train(lambda step: 0.25, float, int, bool, flags, float)
     for rate in (lambda step: np.float32(0.25), lambda step: np.array(0.25)):
         scalars = train(rate, np.float32, np.int64, np.bool_, flags, np.float32)
@@ -243,8 +256,15 @@ def test_numpy_scalars(backend, shared_path):
         assert scalars.iterations == plain.iterations == 3
 
 
-COUNTS = {"batch_size": 5, "epochs": 3, "max_steps": 3, "seed": 2, "validate_every": 2,
-          "patience": 9, "checkpoint_every": 2}  # fmt: skip
+COUNTS = {
+    "batch_size": 5,
+    "epochs": 3,
+    "max_steps": 3,
+    "seed": 2,
+    "validate_every": 2,
+    "patience": 9,
+    "checkpoint_every": 2,
+}
 
 
 @pytest.mark.parametrize("name", ["shuffle", "local_data", "keep_best", "progress"])

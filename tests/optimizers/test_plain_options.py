@@ -85,9 +85,11 @@ def test_files_that_are_none(tmp_path):
     kept = rule.serialize()
     (tmp_path / "other").write_bytes(Adam().serialize())
     for path, error in (
-        ("", ValueError), (5, TypeError), (tmp_path / "nothing", FileNotFoundError),
+        ("", ValueError),
+        (5, TypeError),
+        (tmp_path / "nothing", FileNotFoundError),
         (tmp_path / "other", ValueError),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error):
             rule.load_model(path)
     for path, error in (("  ", ValueError), (None, TypeError)):

@@ -59,9 +59,15 @@ def train(backend, inputs, folder, **options):
     if folder is not None:  # then a read happens in its own step
         options["user_state"] = {"none": np.random.default_rng(0)}
     data = ms.OptimizationInputData(
-        model=model, x_train=inputs, y_train=np.ones((SAMPLES, 1)), batch_size=BATCH, epochs=3,
-        progress=False, checkpoint=folder, **options,
-    )  # fmt: skip
+        model=model,
+        x_train=inputs,
+        y_train=np.ones((SAMPLES, 1)),
+        batch_size=BATCH,
+        epochs=3,
+        progress=False,
+        checkpoint=folder,
+        **options,
+    )
     result = optimizer.optimize(data)
     return result, model.gather_full_parameters()
 

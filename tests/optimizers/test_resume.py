@@ -146,8 +146,12 @@ def test_a_generator_of_the_script_goes_on_where_it_was(backend, bits, shared_pa
         noise = np.random.Generator(bits(7))
         noise.standard_normal(3, np.float32)  # half of what it has drawn is kept
         inputs = Inputs(reads, noise)
-        return {"folder": folder, "x_train": inputs, "checkpoint_every": 4,
-                "user_state": {"noise": noise}}  # fmt: skip
+        return {
+            "folder": folder,
+            "x_train": inputs,
+            "checkpoint_every": 4,
+            "user_state": {"noise": noise},
+        }
 
     undisturbed = train(backend, **noisy(shared_path / "other"))
     with pytest.raises(StopsError):

@@ -47,9 +47,15 @@ NAMES = list(MESHES)
 
 def plain_model(seed: int = 0) -> Any:
     return ms.nn.GPT(
-        vocabulary_size=11, context_length=6, width=12, heads=3, layers=2, seed=seed,
-        dtype="float64", tied_embeddings=True,
-    )  # fmt: skip
+        vocabulary_size=11,
+        context_length=6,
+        width=12,
+        heads=3,
+        layers=2,
+        seed=seed,
+        dtype="float64",
+        tied_embeddings=True,
+    )
 
 
 def rule(kind: str = "adam") -> Any:
@@ -75,10 +81,19 @@ def train(
     def body(backend: Any) -> Any:
         model, optimizer = build(backend, name, kind, seed)
         data = ms.OptimizationInputData(
-            model=model, x_train=TOKENS, y_train=TARGETS, x_validation=TOKENS[:7],
-            y_validation=TARGETS[:7], batch_size=9, epochs=2, seed=3, progress=False,
-            keep_best=True, validate_every=2, **options,
-        )  # fmt: skip
+            model=model,
+            x_train=TOKENS,
+            y_train=TARGETS,
+            x_validation=TOKENS[:7],
+            y_validation=TARGETS[:7],
+            batch_size=9,
+            epochs=2,
+            seed=3,
+            progress=False,
+            keep_best=True,
+            validate_every=2,
+            **options,
+        )
         result = optimizer.optimize(data)
         assert result.iterations == options.get("max_steps", TOTAL)
         return result.loss_history, model.get_parameters(), result.best_fitness_score
@@ -169,11 +184,20 @@ def test_stages_without_parameters_or_layers(
         )  # fmt: skip
         result = optimizer.optimize(
             ms.OptimizationInputData(
-                model=model, x_train=x, y_train=np.sin(x[:, :2]), x_validation=x[:5],
-                y_validation=x[:5, :2], batch_size=4, epochs=2, progress=False, keep_best=True,
-                max_steps=FIRST if path else TOTAL, checkpoint=path, resume=resume,
+                model=model,
+                x_train=x,
+                y_train=np.sin(x[:, :2]),
+                x_validation=x[:5],
+                y_validation=x[:5, :2],
+                batch_size=4,
+                epochs=2,
+                progress=False,
+                keep_best=True,
+                max_steps=FIRST if path else TOTAL,
+                checkpoint=path,
+                resume=resume,
             )
-        )  # fmt: skip
+        )
         owned = len(model.local_parameter_shard)
         assert optimizer.serialize() == optimizer.serialize()
         return result.loss_history, model.get_parameters(), owned

@@ -217,9 +217,9 @@ CUTS = [(), (4_001,), (10, 4_002, 4_003, 8_000), tuple(range(0, LENGTH, 9_973))[
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_lamb_sees_whole_parameters(cuts):
-    rule = LAMB(0.01, weight_decay=0.2, clip_value=1.5, parameter_options={
-        "*.bias": {"weight_decay": 0}
-    })  # fmt: skip
+    rule = LAMB(
+        0.01, weight_decay=0.2, clip_value=1.5, parameter_options={"*.bias": {"weight_decay": 0}}
+    )
     decay = {"a.weight": 0.2, "a.bias": 0.0, "b.weight": 0.2}
     expected = textbook_lamb(PLACES, 0.01, decay=decay, clip=1.5)
     found = run(rule, cuts, options_at=PLACES)
@@ -265,8 +265,9 @@ def test_lamb_moves_a_parameter_of_zeros():
     LAMB(0.5).update(p, np.ones(4), state, [Segment("w", 0, 4)], context)
     np.testing.assert_allclose(p, -0.5, rtol=1e-5)
     p[:] = 0
-    LAMB(0.5).update(p, np.zeros(4), state | {"first_moment": np.zeros(4)}, [Segment("w", 0, 4)],
-                     context)  # fmt: skip
+    LAMB(0.5).update(
+        p, np.zeros(4), state | {"first_moment": np.zeros(4)}, [Segment("w", 0, 4)], context
+    )
     assert (p == 0).all()
 
 
@@ -326,9 +327,13 @@ def test_cuts_change_no_bit(rule, dtype):
 
 
 def test_options_by_name():
-    rule = AdamW(weight_decay=0.2, parameter_options={
-        "*.bias": {"weight_decay": 0}, "b.*": {"learning_rate_scale": 0.5, "weight_decay": 0.1}
-    })  # fmt: skip
+    rule = AdamW(
+        weight_decay=0.2,
+        parameter_options={
+            "*.bias": {"weight_decay": 0},
+            "b.*": {"learning_rate_scale": 0.5, "weight_decay": 0.1},
+        },
+    )
     expected = np.concatenate([
         textbook_adamw(decay=0.2)[:4_000],
         textbook_adamw()[4_000:4_003],
@@ -341,15 +346,21 @@ def test_options_by_name():
 
 def test_rates_by_name():
     schedule = WarmUp(3, Cosine(0.01, 9))
-    rule = AdamW(Cosine(1e-3, 7), parameter_options={
-        "b.*": {"learning_rate": schedule}, "a.bias": {"learning_rate": 2e-3},
-        "*": {"learning_rate_scale": 0.5},
-    })  # fmt: skip
-    expected = np.concatenate([
-        textbook_adamw(rate=lambda step: 0.5 * Cosine(1e-3, 7)(step))[:4_000],
-        textbook_adamw()[4_000:4_003],
-        textbook_adamw(rate=lambda step: 0.5 * schedule(step))[4_003:],
-    ])  # fmt: skip
+    rule = AdamW(
+        Cosine(1e-3, 7),
+        parameter_options={
+            "b.*": {"learning_rate": schedule},
+            "a.bias": {"learning_rate": 2e-3},
+            "*": {"learning_rate_scale": 0.5},
+        },
+    )
+    expected = np.concatenate(
+        [
+            textbook_adamw(rate=lambda step: 0.5 * Cosine(1e-3, 7)(step))[:4_000],
+            textbook_adamw()[4_000:4_003],
+            textbook_adamw(rate=lambda step: 0.5 * schedule(step))[4_003:],
+        ]
+    )
     found = run(rule, (10, 4_002, 4_003, 8_000), options_at=PLACES)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 

@@ -53,10 +53,16 @@ def attempt(world_size, folder, samples_of, killed, reads, **options):
         mine = inputs[backend.rank]
         optimizer.optimize(
             ms.OptimizationInputData(
-                model=model, x_train=mine, y_train=np.ones((len(mine), 1)), batch_size=BATCH,
-                epochs=EPOCHS, checkpoint=folder, progress=False, **options,
+                model=model,
+                x_train=mine,
+                y_train=np.ones((len(mine), 1)),
+                batch_size=BATCH,
+                epochs=EPOCHS,
+                checkpoint=folder,
+                progress=False,
+                **options,
             )
-        )  # fmt: skip
+        )
 
     try:
         ms.run_in_threads(world_size, train)

@@ -343,11 +343,14 @@ def test_bytes_that_do_not_fit_change_nothing(backend):
         ("state", TypeError, "deserialize needs bytes, got str"),
         (b"state", ValueError, "these 5 bytes are not those of an optimizer's serialize..:"),
         (good[:-3], ValueError, "are not those of an optimizer's"),
-        (model.wrapped_model.clone().with_parameters(np.ones(26)).serialize(), ValueError,
-         "are not those of an optimizer's"),
+        (
+            model.wrapped_model.clone().with_parameters(np.ones(26)).serialize(),
+            ValueError,
+            "are not those of an optimizer's",
+        ),
         (data, ValueError, r"hold the state \['velocity'\] of SGD, and AdamW needs \['first"),
         (wrong, ValueError, "state tensors do not fit the model, first '.*/first_moment/"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=message):
             optimizer.deserialize(given)
     assert backend._sequence == sent

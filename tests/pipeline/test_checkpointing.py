@@ -28,9 +28,16 @@ def data(kind):
 def plain(kind):
     if kind == "gpt":
         return ms.nn.GPT(
-            vocabulary_size=17, context_length=8, width=12, heads=3, layers=3, seed=1,
-            dtype="float64", dropout=0.3, tied_embeddings=True,
-        )  # fmt: skip
+            vocabulary_size=17,
+            context_length=8,
+            width=12,
+            heads=3,
+            layers=3,
+            seed=1,
+            dtype="float64",
+            dropout=0.3,
+            tied_embeddings=True,
+        )
     return ms.nn.MLP([6] * 9 + [3], seed=2, dtype="float64", activation="tanh")
 
 
@@ -136,9 +143,13 @@ def test_layers_below_the_first_that_is_trained_are_not_computed_again(computed)
     for name, config in (("kept", None), ("forgotten", Config(True, 5))):
         with ms.InMemoryCommunicationBackend(0, 1, "frozen layers") as backend:
             model = HybridShardedModel(
-                plain("mlp"), ShardingConfiguration(backend, 0.1), 1, 1, 1,
+                plain("mlp"),
+                ShardingConfiguration(backend, 0.1),
+                1,
+                1,
+                1,
                 checkpoint_config=config,
-            )  # fmt: skip
+            )
             names = [entry.name for entry in model.parameter_entries]
             model.engine.freeze(frozenset(names[:8]))  # of layers 0, 2, 4 and 6
             computed.clear()
@@ -173,8 +184,10 @@ def test_memory_grows_with_the_root_of_the_depth():
         for name, config in (("kept", None), ("root", Config(True, "sqrt"))):
             peaks[hidden, name] = peak_activations(
                 lambda hidden=hidden: ms.nn.MLP([width] * (hidden + 1), dtype="float64", seed=0),
-                x, x, config,
-            )  # fmt: skip
+                x,
+                x,
+                config,
+            )
         layers = 2 * hidden - 1
         root = int(np.ceil(np.sqrt(layers)))
         assert peaks[hidden, "kept"] > hidden * array, "less is kept than backward needs"
@@ -193,8 +206,12 @@ def test_memory_of_a_gpt_falls():
             vocabulary_size=32, context_length=32, width=32, heads=4, layers=12, dtype="float32"
         )
 
-    configs = {"kept": None, "blocks": Config(True, 1), "root": Config(True, "sqrt"),
-               "selective": Config(True, recompute_strategy=SELECTIVE)}  # fmt: skip
+    configs = {
+        "kept": None,
+        "blocks": Config(True, 1),
+        "root": Config(True, "sqrt"),
+        "selective": Config(True, recompute_strategy=SELECTIVE),
+    }
     peaks = {n: peak_activations(gpt, tokens, tokens, c) for n, c in configs.items()}
     stream = 8 * 32 * 32 * 4  # bytes of what goes from layer to layer
     layers = 28
@@ -215,9 +232,13 @@ def test_units_are_gathered_once_more(backend, monkeypatch):
         size = 42 * linears_in_unit
         model = HybridShardedModel(
             ms.nn.MLP([6] * 9, dtype="float64", seed=0),
-            ShardingConfiguration(backend, minimum_parameter_group_size=size), 1, 1, -1,
-            data_parallel_strategy="fsdp", checkpoint_config=config,
-        )  # fmt: skip
+            ShardingConfiguration(backend, minimum_parameter_group_size=size),
+            1,
+            1,
+            -1,
+            data_parallel_strategy="fsdp",
+            checkpoint_config=config,
+        )
         assert {unit.length for unit in model.units} == {size}
         backend.traffic.reset()
         model.train(x, x)

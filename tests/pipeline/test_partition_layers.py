@@ -23,10 +23,16 @@ def infos_of(costs, sizes=None):
     sizes = sizes or [1] * len(costs)
     offsets = [0, *itertools.accumulate(sizes)]
     return [
-        replace(first, index=i, name=f"layer{i}", estimated_flops=cost, parameter_count=size,
-                parameter_offset=offset)
+        replace(
+            first,
+            index=i,
+            name=f"layer{i}",
+            estimated_flops=cost,
+            parameter_count=size,
+            parameter_offset=offset,
+        )
         for i, (cost, size, offset) in enumerate(zip(costs, sizes, offsets, strict=False))
-    ]  # fmt: skip
+    ]
 
 
 def is_tiling(stages, count):
@@ -173,8 +179,16 @@ def test_measured_costs_are_of_the_layers_and_change_nothing():
     assert min(seconds) > 0
     np.testing.assert_array_equal(model.get_parameters(), before)
     assert sum(partition_layers(model.get_all_layer_info(), 2, costs=seconds), ())[0] == 0
-    gpt = ms.nn.GPT(vocabulary_size=9, context_length=4, width=8, heads=2, layers=1, seed=0,
-                    tied_embeddings=True, dropout=0.1)  # fmt: skip
+    gpt = ms.nn.GPT(
+        vocabulary_size=9,
+        context_length=4,
+        width=8,
+        heads=2,
+        layers=1,
+        seed=0,
+        tied_embeddings=True,
+        dropout=0.1,
+    )
     tokens = generator.integers(0, 9, (2, 4))
     assert len(measured_layer_costs(gpt, tokens, tokens, repeats=1)) == gpt.layer_count
 

@@ -22,8 +22,8 @@ from mpishard.pipeline import (
     check_schedule,
     run_clock,
     schedule_by_name,
+    simulate,
 )
-from mpishard.pipeline.planning import simulate
 
 F, B, I, W = (  # noqa: E741
     PipelineOperationType.FORWARD,
@@ -176,12 +176,16 @@ def test_orders_as_the_papers_draw_them():
 def test_v_placement():
     v = ZeroBubbleVSchedule()
     assert [[v.global_stage(r, i, 4) for i in (0, 1)] for r in range(4)] == [
-        [0, 7], [1, 6], [2, 5], [3, 4],
-    ]  # fmt: skip
+        [0, 7],
+        [1, 6],
+        [2, 5],
+        [3, 4],
+    ]
     loop = LoopedBFSSchedule(3)
     assert [[loop.global_stage(r, i, 2) for i in range(3)] for r in range(2)] == [
-        [0, 2, 4], [1, 3, 5],
-    ]  # fmt: skip
+        [0, 2, 4],
+        [1, 3, 5],
+    ]
 
 
 def test_many_ranks():

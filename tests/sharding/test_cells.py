@@ -33,8 +33,12 @@ def test_cells_are_the_unit_and_lie_in_one_piece_of_every_world(length, start, l
             assert low < high
             assert sum(p.start <= low and high <= p.stop for p in pieces) == 1
     # No coarser ones would do: at each cut a piece of some world ends.
-    bounds = {p.stop for w in reproducing_worlds(leaves)
-              for r in range(w) for p in owned_pieces([unit], w, r)}  # fmt: skip
+    bounds = {
+        p.stop
+        for w in reproducing_worlds(leaves)
+        for r in range(w)
+        for p in owned_pieces([unit], w, r)
+    }
     assert {high for _, high in cells} <= bounds
 
 

@@ -116,13 +116,17 @@ def test_ranks_take_turns():
 
 def test_a_rank_writes_its_part_of_what_others_hold_too():
     norm = ParameterEntry("norm", (6,), 3)
-    held = [Slice(ParameterEntry("w", (3,), 0), (((0, 3),),)),
-            Slice(norm, (((0, 6),),), is_counted=True, written=(2, 5))]  # fmt: skip
+    held = [
+        Slice(ParameterEntry("w", (3,), 0), (((0, 3),),)),
+        Slice(norm, (((0, 6),),), is_counted=True, written=(2, 5)),
+    ]
     placement = Placement([ParameterEntry("w", (3,), 0), norm], held)
     assert not placement.is_whole
     assert placement.counted_ranges == [(0, 3), (3, 9)]
     assert placement.written_ranges == [(0, 3), (5, 8)]
     cut = placement.cut([(1, np.arange(1, 6)), (6, np.arange(6, 9))], written=True)
     assert [(str(region), values.tolist()) for region, values in cut] == [
-        ("w[0:3][1:3]", [1, 2]), ("norm[0:6][2:3]", [5]), ("norm[0:6][3:5]", [6, 7])
-    ]  # fmt: skip
+        ("w[0:3][1:3]", [1, 2]),
+        ("norm[0:6][2:3]", [5]),
+        ("norm[0:6][3:5]", [6, 7]),
+    ]

@@ -22,13 +22,15 @@ class Spec:
 
 
 def table() -> ParameterTable:
-    return ParameterTable([
-        ("embedding.weight", Spec((3, 2))),
-        ("block.inner.scale", Spec(())),
-        ("block.inner.bias", Spec((0,))),
-        ("head.weight", Spec((3, 2), tied_to="embedding.weight")),
-        ("head.bias", Spec((3,))),
-    ])  # fmt: skip
+    return ParameterTable(
+        [
+            ("embedding.weight", Spec((3, 2))),
+            ("block.inner.scale", Spec(())),
+            ("block.inner.bias", Spec((0,))),
+            ("head.weight", Spec((3, 2), tied_to="embedding.weight")),
+            ("head.bias", Spec((3,))),
+        ]
+    )
 
 
 def test_order_and_length():
@@ -75,8 +77,10 @@ def test_a_layer_does_not_search_the_names_of_all_others():
 
 def test_overlap():
     assert [e.name for e in table().overlapping(5, 8)] == [
-        "embedding.weight", "block.inner.scale", "head.bias",
-    ]  # fmt: skip
+        "embedding.weight",
+        "block.inner.scale",
+        "head.bias",
+    ]
 
 
 def test_overlap_of_any_range():

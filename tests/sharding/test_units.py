@@ -61,8 +61,10 @@ def test_layout_is_even_and_agrees_with_owner(length, world_size):
 
 def test_layout_of_the_documentation():
     assert [(ShardLayout(10, 3).start(r), ShardLayout(10, 3).size(r)) for r in range(3)] == [
-        (0, 4), (4, 3), (7, 3),
-    ]  # fmt: skip
+        (0, 4),
+        (4, 3),
+        (7, 3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,15 @@ def train(backend, folder, seconds, way=""):
     model = ms.as_distributed(ms.nn.MLP([4, 7, 2], seed=1), backend, strategy)
     optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, strategy)
     data = ms.OptimizationInputData(
-        model=model, x_train=Slow(float(seconds)), y_train=Y, batch_size=8, epochs=STEPS,
-        max_steps=STEPS, checkpoint=folder, progress=False,
-    )  # fmt: skip
+        model=model,
+        x_train=Slow(float(seconds)),
+        y_train=Y,
+        batch_size=8,
+        epochs=STEPS,
+        max_steps=STEPS,
+        checkpoint=folder,
+        progress=False,
+    )
     try:
         optimizer.optimize(data)
     except ms.errors.Preempted as preempted:

@@ -46,12 +46,19 @@ def train(backend, folder, x, steps=STEPS, asynchronous=False):
     )
     optimizer.optimize(
         ms.OptimizationInputData(
-            model=model, x_train=x, y_train=y, batch_size=24, epochs=10, max_steps=steps,
-            checkpoint=folder, checkpoint_every=EVERY, checkpoint_async=asynchronous,
+            model=model,
+            x_train=x,
+            y_train=y,
+            batch_size=24,
+            epochs=10,
+            max_steps=steps,
+            checkpoint=folder,
+            checkpoint_every=EVERY,
+            checkpoint_async=asynchronous,
             user_state={"none": np.random.default_rng(0)},  # so that a read happens in its own step
             progress=False,
         )
-    )  # fmt: skip
+    )
     return model.gather_full_parameters()
 
 

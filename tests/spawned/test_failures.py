@@ -297,8 +297,12 @@ def test_too_few_files_are_named_before_mpi_dies_of_it():
     ranks = f"ulimit -n 20; exec {shlex.join([sys.executable, str(SCENARIOS), 'just_init'])}"
     ended = subprocess.run(
         [MPIEXEC, "-n", "2", "sh", "-c", ranks],
-        capture_output=True, text=True, timeout=LIMIT, env=environment_of_a_job(), check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=environment_of_a_job(),
+        check=False,
+    )
     assert ended.returncode == 1, ended
     assert "MPI cannot start on this machine: a process may open 20 files" in ended.stderr, ended
 

@@ -107,8 +107,11 @@ def forgetting():
             yield
         finally:
             for name in (
-                "all_reduce", "all_reduce_async", "reduce_scatter_async", "reduce_scatter",
-            ):  # fmt: skip
+                "all_reduce",
+                "all_reduce_async",
+                "reduce_scatter_async",
+                "reduce_scatter",
+            ):
                 delattr(backend, name)
         assert forgotten, "there was no such reduction to forget"
 

@@ -74,9 +74,14 @@ def gpt(heads=3, **options):
 
 def convolutions():
     return nn.Sequential(
-        nn.Conv2D(1, 3, kernel=3), nn.ReLU(), nn.MaxPool2D(2), nn.Flatten(),
-        nn.Linear(27, 10), nn.GELU(), nn.Linear(10, 5),
-    )  # fmt: skip
+        nn.Conv2D(1, 3, kernel=3),
+        nn.ReLU(),
+        nn.MaxPool2D(2),
+        nn.Flatten(),
+        nn.Linear(27, 10),
+        nn.GELU(),
+        nn.Linear(10, 5),
+    )
 
 
 def own_layers():
@@ -494,9 +499,13 @@ def test_the_partitioner_counts_and_estimates(backend):
     assert partitioner.log == partition.log
     counts = {kind: count for kind, count in partitioner.counts.items() if count}
     assert counts == {
-        SplitKind.COLUMN: 5, SplitKind.ROW: 4, SplitKind.VOCABULARY: 1, SplitKind.HEADS: 2,
-        SplitKind.FEATURES: 2, SplitKind.WHOLE: 6,
-    }  # fmt: skip
+        SplitKind.COLUMN: 5,
+        SplitKind.ROW: 4,
+        SplitKind.VOCABULARY: 1,
+        SplitKind.HEADS: 2,
+        SplitKind.FEATURES: 2,
+        SplitKind.WHOLE: 6,
+    }
     # Per sample: what is whole is 5 norms at 7 FLOPs an element and the positions at 1.
     whole = 8 * 24 * (5 * 7 + 1)
     dealt = 8 * 2 * (2 * (24 * 72 + 24 * 24 + 2 * 24 * 96) + 24 * 48)  # linear layers

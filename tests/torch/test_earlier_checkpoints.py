@@ -70,9 +70,12 @@ def write(
     arrays = {"parameters": whole.cut([(e.start, flat[e.name]) for e in entries if is_first])}
     for number, name in enumerate(("first_moment", "second_moment")):
         arrays[f"optimizer/{rule}/{name}"] = whole.cut(
-            [(e.start, flat[e.name] ** 2 if number == 0 else np.full(e.size, 2.0))
-             for e in entries if is_first and e.trainable]
-        )  # fmt: skip
+            [
+                (e.start, flat[e.name] ** 2 if number == 0 else np.full(e.size, 2.0))
+                for e in entries
+                if is_first and e.trainable
+            ]
+        )
     checkpoint.write_checkpoint(path, backend, entries, np.dtype(float), arrays, document)
 
 

@@ -22,7 +22,7 @@ from torch_nets import (  # noqa: E402
     mine,
     perceptron,
     squared,
-)  # fmt: skip
+)
 
 import mpishard.torch as mst  # noqa: E402
 
@@ -132,8 +132,12 @@ def test_gradients_are_this_ranks_part(backend, strategy):
     shared = strategy == "ddp" or backend.world_size == 1
     elements = sum(p.numel() for p in alone.parameters())
     assert (total == elements) == shared
-    assert abs(float(mst.clip_grad_norm_(model, float("inf"))) - float(
-        nn.utils.clip_grad_norm_(alone.parameters(), float("inf"))
-    )) < 1e-14  # fmt: skip
+    assert (
+        abs(
+            float(mst.clip_grad_norm_(model, float("inf")))
+            - float(nn.utils.clip_grad_norm_(alone.parameters(), float("inf")))
+        )
+        < 1e-14
+    )
     model.zero_grad()
     assert all(p.grad is None for p in model.parameters())

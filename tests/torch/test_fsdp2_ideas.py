@@ -190,8 +190,9 @@ def test_norms_of_every_order(backend, order):
     theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, order)
     assert torch.allclose(mst.clip_grad_norm_(model, 0.1, order), theirs, rtol=1e-13)
     again = mst.clip_grad_norm_(model, float("inf"), order)
-    assert torch.allclose(again, nn.utils.get_total_norm(
-        [p.grad for p in alone.parameters()], order), rtol=1e-13)  # fmt: skip
+    assert torch.allclose(
+        again, nn.utils.get_total_norm([p.grad for p in alone.parameters()], order), rtol=1e-13
+    )
 
 
 @by_path

@@ -168,8 +168,10 @@ def test_parameters_may_be_used_in_any_way(backend, path):
 @in_worlds(2)
 def test_checkpointed_segments_gather_again(backend, path, is_reentrant):
     mst.init()
-    model, alone = mst.shard(nets.make(nets.perceptron), "fsdp", minimum_unit_size=1), nets.make(
-        nets.perceptron)  # fmt: skip
+    model, alone = (
+        mst.shard(nets.make(nets.perceptron), "fsdp", minimum_unit_size=1),
+        nets.make(nets.perceptron),
+    )
     x, y = nets.batch("mlp")
     for one, data in ((model, nets.mine(backend, (x, y))), (alone, (x, y))):
         inputs = data[0].clone().requires_grad_()

@@ -65,11 +65,13 @@ def test_twenty_steps_of_four_models(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": helpers, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", THEIRS, str(rank), str(tmp_path)], env=environment, text=True,
+            [sys.executable, "-c", THEIRS, str(rank), str(tmp_path)],
+            env=environment,
+            text=True,
             stderr=subprocess.PIPE,
         )
         for rank in range(WORLD_SIZE)
-    ]  # fmt: skip
+    ]
     try:
         errors = [rank.communicate(timeout=150)[1] for rank in ranks]
     finally:

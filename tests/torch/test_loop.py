@@ -203,9 +203,7 @@ def test_a_penalty_on_gradients_of_inputs_alone_trains(backend, strategy):
     model, optimizer = start(strategy, normalised)
     expected, theirs = alone(normalised)
     x, y = nets.batch("mlp")
-    for m, o, data in (
-        (model, optimizer, nets.mine(backend, (x, y))[0]), (expected, theirs, x)
-    ):  # fmt: skip
+    for m, o, data in ((model, optimizer, nets.mine(backend, (x, y))[0]), (expected, theirs, x)):
         for _ in range(2):
             o.zero_grad()
             inputs = data.clone().requires_grad_()
@@ -489,8 +487,11 @@ def test_a_copy_of_a_sharded_model_is_a_plain_one(backend, path):
 @in_worlds(3)
 def test_each_rank_holds_its_part(backend, strategy, path):
     mst.init()
-    model = mst.shard(nets.make(lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(6)])),
-                      strategy, minimum_unit_size=1)  # fmt: skip
+    model = mst.shard(
+        nets.make(lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(6)])),
+        strategy,
+        minimum_unit_size=1,
+    )
     optimizer = mst.optimizer(torch.optim.Adam, model)
     model(torch.ones(2, 30, dtype=torch.float64)).sum().backward()
     optimizer.step()

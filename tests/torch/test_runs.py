@@ -58,9 +58,14 @@ mst.print(f"ends after {step}")
 def job(script: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "mpishard", "run", "-n", "2", str(script), *arguments]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=script.parent,
-    )  # fmt: skip
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=script.parent,
+    )
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -344,8 +344,14 @@ class Manifest:
 
 
 # These forms only explain a failure. With thousands of pieces a check would slow down every read.
-_PIECE = {"file": TEXT, "offset": COUNT, "tensor": TEXT, "box": [(COUNT, COUNT)], "start": COUNT,
-          "stop": COUNT}  # fmt: skip
+_PIECE = {
+    "file": TEXT,
+    "offset": COUNT,
+    "tensor": TEXT,
+    "box": [(COUNT, COUNT)],
+    "start": COUNT,
+    "stop": COUNT,
+}
 _CONTENT = {
     "identity": TEXT,
     "sequence": COUNT,

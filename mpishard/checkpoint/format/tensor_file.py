@@ -314,8 +314,11 @@ class RankFile:
             for kind, given in self._kinds.items()
         }
         return {
-            "file": self.name, "bytes": self.nbytes, "crc32": self._file.checksums, "kinds": kinds,
-        }  # fmt: skip
+            "file": self.name,
+            "bytes": self.nbytes,
+            "crc32": self._file.checksums,
+            "kinds": kinds,
+        }
 
 
 def bytes_of(

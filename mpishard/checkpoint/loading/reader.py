@@ -356,9 +356,11 @@ class CheckpointReader:
         if name not in self._files:
             try:
                 self._files[name] = MappedFile(
-                    self.path / name, self._manifest.files[name], self._tensors[name],
+                    self.path / name,
+                    self._manifest.files[name],
+                    self._tensors[name],
                     self.was_replaced,
-                )  # fmt: skip
+                )
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
         return self._files[name]

@@ -130,8 +130,10 @@ def load_states(
         if kept and (backend is None or backend.rank == 0):
             _log.warning(
                 "the checkpoint %s has no frozen parameters; those of the model stay as they are: "
-                "%s", reader.path, ", ".join(sorted(kept)),
-            )  # fmt: skip
+                "%s",
+                reader.path,
+                ", ".join(sorted(kept)),
+            )
         reader.require([e for e in parameters if e.name not in kept], model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
@@ -257,8 +259,9 @@ def newest_valid(
             if refused and rank == 0:
                 _log.warning(
                     "resuming from %s, because later checkpoints cannot be used: %s",
-                    path, "; ".join(refused),
-                )  # fmt: skip
+                    path,
+                    "; ".join(refused),
+                )
             return path
         refused.append(f"{path.name}: {', '.join(reasons)}")
         if sequence:

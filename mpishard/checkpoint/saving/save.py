@@ -134,9 +134,13 @@ def save_async(
     if staging is not None:
         require_type("staging", staging, StagingBuffer)
     return begin_save(
-        lambda: Target(path), model, optimizer, training=training, metadata=metadata,
+        lambda: Target(path),
+        model,
+        optimizer,
+        training=training,
+        metadata=metadata,
         staging=StagingBuffer() if staging is None else staging,
-    )  # fmt: skip
+    )
 
 
 def reserve(
@@ -496,9 +500,13 @@ class PendingSave:
         content = self._content
         with self._explaining(self._nbytes):
             write_manifest(
-                self._directory, self._target.sequence, content.parameters, content.dtype,
-                content.metadata, map(json.loads, records),
-            )  # fmt: skip
+                self._directory,
+                self._target.sequence,
+                content.parameters,
+                content.dtype,
+                content.metadata,
+                map(json.loads, records),
+            )
             self._check_wanted()
             self._target.put(self._directory)
 
@@ -614,8 +622,11 @@ def _make_room(target: Target) -> dict[str, Any]:
         # The error is raised later, when the ranks have exchanged how many bytes they need.
         full, directory, free = f"rank 0: {error}", None, disk.free_bytes(parent)
     return {
-        "directory": path_text(directory), "parent": path_text(parent), "free": free, "full": full,
-    }  # fmt: skip
+        "directory": path_text(directory),
+        "parent": path_text(parent),
+        "free": free,
+        "full": full,
+    }
 
 
 def _require_room(room: Mapping[str, Any], needed: int) -> Path:

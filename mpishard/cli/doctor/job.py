@@ -136,11 +136,13 @@ def _driver() -> Finding | None:
 
 def _cupy(cuda: int | None) -> Finding | None:
     """Find the packages of CuPy, and test whether it computes; None without CuPy and GPU."""
-    packages = sorted({
-        (distribution.name.lower(), distribution.version)
-        for distribution in distributions()
-        if re.fullmatch(r"cupy(-(cuda|rocm)[\w-]*)?", distribution.name or "", re.IGNORECASE)
-    })  # fmt: skip
+    packages = sorted(
+        {
+            (distribution.name.lower(), distribution.version)
+            for distribution in distributions()
+            if re.fullmatch(r"cupy(-(cuda|rocm)[\w-]*)?", distribution.name or "", re.IGNORECASE)
+        }
+    )
     fitting = f"cupy-cuda{max(12, cuda or 12)}x"
     names = ", ".join(f"{name} {version}" for name, version in packages)
     uninstall = pip_install().replace(" install ", " uninstall -y ")

@@ -210,15 +210,17 @@ class JobEnd:
         for rank, log in self.logs.items():
             code = codes.get(rank)
             last = log.newest.last
-            ranks.append({
-                "rank": rank,
-                "host": log.host,
-                "pid": log.records[0].pid,
-                "kind": "left" if self._has_left(rank) and not code else "gone",
-                "state": _how(code) if code else log.end,
-                "call": "" if last is None else last.full_text,
-                "count": sum(record.count for record in log.records),
-            })  # fmt: skip
+            ranks.append(
+                {
+                    "rank": rank,
+                    "host": log.host,
+                    "pid": log.records[0].pid,
+                    "kind": "left" if self._has_left(rank) and not code else "gone",
+                    "state": _how(code) if code else log.end,
+                    "call": "" if last is None else last.full_text,
+                    "count": sum(record.count for record in log.records),
+                }
+            )
         text = " ".join(verdict.lines) or self.cause(verdict)
         return {"code": verdict.code, "text": text, "time": time.time(), "ranks": ranks}
 

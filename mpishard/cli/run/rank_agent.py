@@ -40,8 +40,14 @@ _LOOK_SECONDS = 1.0
 
 _PACKET = 65536  # the largest page of Linux: a packet is a page at most
 _LINE_SECONDS = 0.02  # time for the rest of a line to arrive
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
-              signal.SIGUSR2)  # fmt: skip
+_FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def main() -> None:
@@ -92,8 +98,10 @@ class _Agent:
             child = os.fork()
         except OSError as error:
             self._note("failed")
-            _fail(f"rank {self.rank} cannot be started: {error}. Does `ulimit -u` allow as many "
-                  "processes, with the threads of each, as the job needs?")  # fmt: skip
+            _fail(
+                f"rank {self.rank} cannot be started: {error}. Does `ulimit -u` allow as many "
+                "processes, with the threads of each, as the job needs?"
+            )
         if child == 0:
             try:
                 self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

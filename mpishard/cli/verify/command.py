@@ -85,8 +85,9 @@ def verify(
     taken = STRATEGY_OPTIONS.get(strategy, ())
     _refuse_given(context, {*SIZES} - {*taken}, f"is for --strategy hybrid; got {strategy}")
     sizes = {
-        "pipeline": (ranks, 1, 1), "tensor": (1, ranks, 1),
-    }.get(strategy, (pipeline_parallel_size, tensor_parallel_size, data_parallel_size))  # fmt: skip
+        "pipeline": (ranks, 1, 1),
+        "tensor": (1, ranks, 1),
+    }.get(strategy, (pipeline_parallel_size, tensor_parallel_size, data_parallel_size))
     with refusing("verify", f"-n {ranks}: "):
         mesh = mesh_sizes(ranks, *sizes)
     kind = _kind_of_ranks()
@@ -145,8 +146,11 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
             if code:
                 refuse("verify", f"{where} ended with exit code {code}: see above")
             if not recording.steps:
-                refuse("verify", f"{where} made no step of an optimizer of mpishard.torch; a model "
-                       "of mpishard is verified by a factory, as file.py:factory")  # fmt: skip
+                refuse(
+                    "verify",
+                    f"{where} made no step of an optimizer of mpishard.torch; a model "
+                    "of mpishard is verified by a factory, as file.py:factory",
+                )
         try:
             found = compare_steps(alone, together, tolerance)
         except ValueError as error:

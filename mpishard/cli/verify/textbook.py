@@ -58,9 +58,13 @@ class Textbook:
         return np.repeat(values, [entry.size for entry in self._entries])
 
     def update(
-        self, theta: Array, loss: float, gradient: Array, step: int,
+        self,
+        theta: Array,
+        loss: float,
+        gradient: Array,
+        step: int,
         evaluate: Callable[[Array], tuple[float, Array]],
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Return the parameters after ``step``, which counts from 0.
 
         Parameters
@@ -129,9 +133,13 @@ class Textbook:
         return direction
 
     def _search(
-        self, theta: Array, value: float, gradient: Array, rate: float,
+        self,
+        theta: Array,
+        value: float,
+        gradient: Array,
+        rate: float,
         evaluate: Callable[[Array], tuple[float, Array]],
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Return the next point of L-BFGS: Nocedal and Wright, algorithms 7.4 and 7.5.
 
         Raises

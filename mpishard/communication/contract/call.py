@@ -35,11 +35,23 @@ from mpishard.communication.contract.reduction import ReductionOperation, accumu
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t)
     for t in (
-        np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32,
-        np.uint64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64,
+        np.bool_,
+        np.int8,
+        np.int16,
+        np.int32,
+        np.int64,
+        np.uint8,
+        np.uint16,
+        np.uint32,
+        np.uint64,
+        np.float16,
+        ml_dtypes.bfloat16,
+        np.float32,
+        np.float64,
+        np.complex64,
         np.complex128,
     )
-)  # fmt: skip
+)
 """The dtypes that can be sent. A header has the index of the dtype in this tuple."""
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -138,13 +150,37 @@ class Call:
         # Python's hash of integers is the same in every process; 31 bits of it fit the header.
         counts_hash = -1 if counts is None else hash(counts) & 0x7FFFFFFF
         description = _DESCRIPTIONS[len(dims)].pack(
-            kind, -1 if operation is None else operation, code, ndim, root, counts_hash, out_rows,
-            subject, *dims,
-        )  # fmt: skip
+            kind,
+            -1 if operation is None else operation,
+            code,
+            ndim,
+            root,
+            counts_hash,
+            out_rows,
+            subject,
+            *dims,
+        )
         return cls(
-            sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", "",
-            subject, 0, 0.0, description, size, nbytes, sends,
-        )  # fmt: skip
+            sequence,
+            kind,
+            operation,
+            dtype,
+            shape,
+            root,
+            counts_hash,
+            out_rows,
+            "",
+            0,
+            "",
+            "",
+            subject,
+            0,
+            0.0,
+            description,
+            size,
+            nbytes,
+            sends,
+        )
 
     @property
     def site(self) -> str:
@@ -219,9 +255,19 @@ class Call:
         reduction = None if operation < 0 else ReductionOperation(operation)
         nbytes = 0 if known is None else size * known.itemsize
         return cls(
-            sequence, Kind(kind), reduction, known, shape, root, counts_hash, out_rows,
-            subject=subject, description=data[8:HEADER_BYTES], size=size, nbytes=nbytes,
-        )  # fmt: skip
+            sequence,
+            Kind(kind),
+            reduction,
+            known,
+            shape,
+            root,
+            counts_hash,
+            out_rows,
+            subject=subject,
+            description=data[8:HEADER_BYTES],
+            size=size,
+            nbytes=nbytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

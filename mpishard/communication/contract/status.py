@@ -198,9 +198,18 @@ class StatusPage:
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
         self._calls_read: tuple[Call, ...] = ()
         _IDENTITY.pack_into(
-            self._memory, 0, _MAGIC, _FORMAT, rank, world_size, launched, world_number, pid,
-            _process(pid)[1], socket.gethostname().encode()[:64],
-        )  # fmt: skip
+            self._memory,
+            0,
+            _MAGIC,
+            _FORMAT,
+            rank,
+            world_size,
+            launched,
+            world_number,
+            pid,
+            _process(pid)[1],
+            socket.gethostname().encode()[:64],
+        )
 
     def publish(self, folder: Path | None) -> Path:
         """Move the page to memory that other processes can open from now on; return its path.
@@ -374,8 +383,9 @@ class StatusReader:
         if failed and self.page.rank == 0:
             _logger.warning(
                 "reports on ranks that fail or wait will be incomplete: rank %d could not share "
-                "its status page (%s). Training goes on", *failed[0],
-            )  # fmt: skip
+                "its status page (%s). Training goes on",
+                *failed[0],
+            )
         here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
         for rank in here.keys() - {self.page.rank}:
             # A container may have process ids of its own: /proc/PID is then another process.
@@ -559,12 +569,25 @@ def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
     letter, began = _process(pid) if is_here else (b"R", start)
     is_alive = began == start and letter not in (b"Z", b"X")
     return RankRecord(
-        rank, RankState(_number(page, _STATE)), True, is_alive, is_alive and letter in (b"T", b"t"),
-        calls, waits, max(0.0, time.time() - since) if number else 0.0,
-        world_size, launched, world_number, pid, _text(host),
-        _number(page, _COUNT), _number(page, _CODE), bool(saves),
-        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).splitlines()), (ranks[0], ranks[1]),
-    )  # fmt: skip
+        rank,
+        RankState(_number(page, _STATE)),
+        True,
+        is_alive,
+        is_alive and letter in (b"T", b"t"),
+        calls,
+        waits,
+        max(0.0, time.time() - since) if number else 0.0,
+        world_size,
+        launched,
+        world_number,
+        pid,
+        _text(host),
+        _number(page, _COUNT),
+        _number(page, _CODE),
+        bool(saves),
+        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).splitlines()),
+        (ranks[0], ranks[1]),
+    )
 
 
 def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:

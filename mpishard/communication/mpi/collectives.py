@@ -135,9 +135,12 @@ class Collectives:
         places = self._backend._places(array, out) if seeks_places else NOWHERE
         # Before data are dealt, all earlier collectives must have ended: see `RowChannel`.
         is_dealt = (
-            bool(whole) and not (small or device) and places == NOWHERE
-            and self._backend._pending[0].awaited is call and self._group.channel.deal(whole)
-        )  # fmt: skip
+            bool(whole)
+            and not (small or device)
+            and places == NOWHERE
+            and self._backend._pending[0].awaited is call
+            and self._group.channel.deal(whole)
+        )
         headers = yield from self.open(call, array, places, is_dealt=is_dealt)
         if headers.all_inline or not (whole or self._regions.count or self._by_pointer):
             return headers, None, self._group.channel, False
@@ -187,9 +190,13 @@ class Collectives:
             self._reduce_inline(headers, call.operation, result)
         else:
             yield from self.turn(call)
-            arrays = {} if places is None else self._regions.shared_arrays(
-                places, self._nodes, flat, out.nbytes, [0] * self._world_size
-            )  # fmt: skip
+            arrays = (
+                {}
+                if places is None
+                else self._regions.shared_arrays(
+                    places, self._nodes, flat, out.nbytes, [0] * self._world_size
+                )
+            )
             if places is not None and arrays:
                 results_are_shared = self._nodes.results_are_shared(places)
                 if results_are_shared or all(own == into for own, into in places):
@@ -232,9 +239,13 @@ class Collectives:
             self._reduce_inline(headers, call.operation, piece, mine)
         else:
             yield from self.turn(call)
-            arrays = {} if places is None else self._regions.shared_arrays(
-                places, self._nodes, flat, out.nbytes, [n * array.itemsize for n in starts]
-            )  # fmt: skip
+            arrays = (
+                {}
+                if places is None
+                else self._regions.shared_arrays(
+                    places, self._nodes, flat, out.nbytes, [n * array.itemsize for n in starts]
+                )
+            )
             if arrays:
                 yield from self._reduce_in_place(call, arrays, sizes, piece)
                 # Peers read this rank's array until this fence; then the caller may change it.

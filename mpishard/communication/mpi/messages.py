@@ -51,8 +51,9 @@ def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> 
         return post([buffer, buffer.size, mpi.BYTE], *where)
     blocks, rest = divmod(buffer.size, _BLOCK_BYTES)
     block = mpi.BYTE.Create_contiguous(_BLOCK_BYTES)
-    whole = mpi.Datatype.Create_struct([blocks, rest], [0, blocks * _BLOCK_BYTES],
-                                       [block, mpi.BYTE]).Commit()  # fmt: skip
+    whole = mpi.Datatype.Create_struct(
+        [blocks, rest], [0, blocks * _BLOCK_BYTES], [block, mpi.BYTE]
+    ).Commit()
     block.Free()
     request = post([buffer, 1, whole], *where)
     whole.Free()  # MPI keeps the datatype until the message is complete

@@ -192,8 +192,9 @@ def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbyte
     if isinstance(error, OSError) and error.errno in _USED_UP:
         _log.warning(
             "ranks share no more memory here and send messages instead: %s (each model takes two "
-            "file descriptors, and each group one: see ulimit -n)", error,
-        )  # fmt: skip
+            "file descriptors, and each group one: see ulimit -n)",
+            error,
+        )
     if any_failed[0]:
         return None
     if comm.Get_rank() == first:

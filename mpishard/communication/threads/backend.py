@@ -251,10 +251,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         absent = self._missing(work)
         missing = [world.global_ranks[local] for local in absent]
-        hint = "" if any(local in world.members for local in absent) else (
-            f"; ranks in memory are threads of one process: mpishard.run_in_threads("
-            f"{len(world.pages)}, main) starts them all, and calls main(backend) on each"
-        )  # fmt: skip
+        hint = (
+            ""
+            if any(local in world.members for local in absent)
+            else (
+                f"; ranks in memory are threads of one process: mpishard.run_in_threads("
+                f"{len(world.pages)}, main) starts them all, and calls main(backend) on each"
+            )
+        )
         text = (
             f"rank {self._me} {wait}; ranks {missing} did not arrive{hint}. "
             f"{describe_stall(world.records())}"

@@ -113,9 +113,14 @@ class TraceFile:
             raise
 
     def write(
-        self, tid: int, name: str, category: str, start: int, end: int,
+        self,
+        tid: int,
+        name: str,
+        category: str,
+        start: int,
+        end: int,
         arguments: Mapping[str, Any] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append a span in row ``tid``, from ``start`` to ``end`` in nanoseconds."""
         if tid not in self._named:
             self._named.add(tid)
@@ -185,9 +190,14 @@ class Recorder:
         self._lock = threading.Lock()  # guards the file: another thread may call `finish`
 
     def add(
-        self, tid: int, name: str, start: int, end: int,
-        arguments: Mapping[str, Any] | None = None, category: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        tid: int,
+        name: str,
+        start: int,
+        end: int,
+        arguments: Mapping[str, Any] | None = None,
+        category: str = "",
+    ) -> None:
         """Keep one event, a span of time in row ``tid``.
 
         ``arguments`` may still change until the event is written.

@@ -71,9 +71,14 @@ class Engine:
     """
 
     def __init__(
-        self, program: Program, parameters: ParameterStore, passes: Passes,
-        state_layout: StoreLayout, policy: Policy, config: ShardingConfiguration,
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        parameters: ParameterStore,
+        passes: Passes,
+        state_layout: StoreLayout,
+        policy: Policy,
+        config: ShardingConfiguration,
+    ) -> None:
         self.program = program
         self.parameters = parameters
         self.policy = policy
@@ -154,9 +159,14 @@ class Engine:
         return vector if owners is None else owners.all_reduce(vector, subject=self.layout.subject)
 
     def gradient(
-        self, x: Array, y: Array, settings: Mapping[str, Any] | None = None, *,
-        sample_start: int | None = None, passes: Passes | None = None,
-    ) -> Reduced:  # fmt: skip
+        self,
+        x: Array,
+        y: Array,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        sample_start: int | None = None,
+        passes: Passes | None = None,
+    ) -> Reduced:
         """Return the gradient of this rank's batch and of all others'; change no parameter.
 
         Collective: it is the sum over all ranks, unless ``config.auto_sync_gradients`` is off. Then
@@ -224,9 +234,15 @@ class Engine:
         self.step_number += 1
 
     def step(
-        self, x: Array, y: Array, rule: Rule, settings: Mapping[str, Any] | None = None, *,
-        sample_start: int | None = None, passes: Passes | None = None,
-    ) -> StepReport:  # fmt: skip
+        self,
+        x: Array,
+        y: Array,
+        rule: Rule,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        sample_start: int | None = None,
+        passes: Passes | None = None,
+    ) -> StepReport:
         """Update with the `gradient` of a batch; inside `accumulate` only add to the round.
 
         Collective. Arguments and errors are those of `gradient`.
@@ -274,9 +290,10 @@ class Engine:
         self.round.require_none("apply_gradients()")
         placement = self.placement
         trained = [
-            gradient[e.start : e.stop] for e in placement.entries
+            gradient[e.start : e.stop]
+            for e in placement.entries
             if e.name not in self.program.frozen
-        ]  # fmt: skip
+        ]
         norm = math.sqrt(*read_numbers([squared_norm(trained)]))
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
@@ -300,9 +317,15 @@ class Engine:
         return vector
 
     def run_pass(
-        self, x: Array, y: Array, gradients: GradientStore, *, this: BackwardPass,
-        sample_start: int = 0, loss: ILossFunction | None = None,
-    ) -> tuple[float | Array, float | Array]:  # fmt: skip
+        self,
+        x: Array,
+        y: Array,
+        gradients: GradientStore,
+        *,
+        this: BackwardPass,
+        sample_start: int = 0,
+        loss: ILossFunction | None = None,
+    ) -> tuple[float | Array, float | Array]:
         """Run one forward and backward pass; return this rank's loss sum and weight.
 
         On a GPU they are arrays of one element, for which nobody has waited.

@@ -30,9 +30,13 @@ def local_gradient(
     # With is_last=False nothing is reduced.
     with engine.leaving_no_unit():
         total, weight = engine.run_pass(
-            inputs, targets, sink, this=BackwardPass(is_first=True, is_last=False), loss=loss,
+            inputs,
+            targets,
+            sink,
+            this=BackwardPass(is_first=True, is_last=False),
+            loss=loss,
             sample_start=sample_start,
-        )  # fmt: skip
+        )
         program.finish_local(sink)
     full = sink.vector
     # The store has no memory for frozen units, but the result has zeros for them.

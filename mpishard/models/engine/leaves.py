@@ -86,9 +86,10 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
         refuse_with_leaves(leaves, f"replica_size={config.replica_size}")
     if model_size > 1:
         refuse_with_leaves(
-            leaves, f"pipeline and tensor axes of {model_size} ranks",
+            leaves,
+            f"pipeline and tensor axes of {model_size} ranks",
             "give both axes the size 1, or gradient_leaves=None",
-        )  # fmt: skip
+        )
     worlds = reproducing_worlds(leaves)
     if world_size not in worlds:
         below = max(world for world in worlds if world < world_size)
@@ -121,9 +122,10 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
     # Such sums depend on the number of ranks, which decides after which leaves they are rounded.
     if config.gradient_leaves is not None and program.dtype.itemsize < 4:
         refuse_with_leaves(
-            config.gradient_leaves, f"parameters of {program.dtype.name}, rounded at each rank,",
+            config.gradient_leaves,
+            f"parameters of {program.dtype.name}, rounded at each rank,",
             "give float32 or float64",
-        )  # fmt: skip
+        )
 
 
 def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
@@ -141,13 +143,17 @@ def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> 
         _log.warning(
             "gradient_leaves=%d: only %d of the %d ranks compute samples, because the same bits "
             "need a power of two; a step takes as long as on %d ranks",
-            leaves, computing, world_size, computing,
-        )  # fmt: skip
+            leaves,
+            computing,
+            world_size,
+            computing,
+        )
     if differing:
         _log.warning(
             "gradient_leaves: these settings differ between ranks, so that worlds of other sizes "
-            "will not have the same bits; by rank, %s", differing,
-        )  # fmt: skip
+            "will not have the same bits; by rank, %s",
+            differing,
+        )
     threads = mine["blas_threads"]
     if threads not in ("1", "unknown"):
         _log.warning(

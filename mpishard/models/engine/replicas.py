@@ -64,9 +64,10 @@ class Replicas:
         """
         if self._replica.is_grouped:
             refuse_several_replicas(
-                self._replica.across.world_size, purpose,
+                self._replica.across.world_size,
+                purpose,
                 "use LocalSGDOptimizer, GradientCompressionOptimizer or AsyncSGDOptimizer",
-            )  # fmt: skip
+            )
 
     def require_equal(self, purpose: str) -> None:
         """Refuse a call that needs the same parameters on all ranks, while replicas differ.

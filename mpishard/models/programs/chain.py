@@ -162,9 +162,15 @@ class LayerChain:
     """
 
     def __init__(
-        self, held: HeldLayers, first: int, stop: int, kept: frozenset[int],
-        recomputed: Sequence[range] = (), *, precision: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        held: HeldLayers,
+        first: int,
+        stop: int,
+        kept: frozenset[int],
+        recomputed: Sequence[range] = (),
+        *,
+        precision: str | None = None,
+    ) -> None:
         self.precision = precision
         self._held = held
         self._layers = held.layers
@@ -212,9 +218,12 @@ class LayerChain:
         return groups
 
     def _plan(
-        self, groups: Sequence[_Group], then: Sequence[int] = (),
-        held: Collection[Unit] = (), stay: Collection[Unit] = (),
-    ) -> list[_Visit]:  # fmt: skip
+        self,
+        groups: Sequence[_Group],
+        then: Sequence[int] = (),
+        held: Collection[Unit] = (),
+        stay: Collection[Unit] = (),
+    ) -> list[_Visit]:
         """Plan a forward pass over ``groups``; the layers ``then`` are computed after it.
 
         Units in ``held`` are unsharded before it, and those in ``stay`` after it.
@@ -252,9 +261,15 @@ class LayerChain:
         return self._forward(self._forward_plan, parameters, x, context, activations), activations
 
     def _forward(
-        self, plan: Iterable[_Visit], parameters: ParameterStore, x: Array, context: Context,
-        activations: list[Any], *, again: bool = False,
-    ) -> Array:  # fmt: skip
+        self,
+        plan: Iterable[_Visit],
+        parameters: ParameterStore,
+        x: Array,
+        context: Context,
+        activations: list[Any],
+        *,
+        again: bool = False,
+    ) -> Array:
         for group, following, done in plan:
             # Prediction saves nothing, and the second forward saves what the first did not.
             segment = group.segment if context.training and not again else None
@@ -324,9 +339,12 @@ class LayerChain:
                 layer, is_frozen = self._layers[index].layer, index in self._frozen_layers
                 if is_whole and not is_frozen:
                     dy = layer.backward(
-                        views[index], saved, dy, targets[index],
+                        views[index],
+                        saved,
+                        dy,
+                        targets[index],
                         needs_input_gradient=needs_input_gradient or index > first,
-                    )  # fmt: skip
+                    )
                 else:
                     dy, waits = layer.backward_input(views[index], saved, dy)
                     if pending is not None:

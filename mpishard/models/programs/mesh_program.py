@@ -119,9 +119,10 @@ class MeshProgram(LayeredProgram):
             self.mesh.pipeline_rank, self.mesh.pipeline_size, self.micro_batch_count
         )
         segments = choices.checkpoint_config.segments(
-            self._model.get_all_layer_info()[start:stop], self._model.dtype.itemsize,
+            self._model.get_all_layer_info()[start:stop],
+            self._model.dtype.itemsize,
             keeps_last=most_saved(order, virtual_stage) == 1,
-        )  # fmt: skip
+        )
         return [range(s.start - start + first, s.stop - start + first) for s in segments]
 
     @property
@@ -368,9 +369,14 @@ class StageRun(IPipelineStage):
         assert self._gradients is not None
         is_first = self._program.stages_here[virtual_stage] == 0
         dx = self._chains[virtual_stage].backward(
-            self._parameters, self._gradients, self._activations.pop(key), dy,
-            self._reducer(virtual_stage), needs_input_gradient=not is_first, pending=pending,
-        )  # fmt: skip
+            self._parameters,
+            self._gradients,
+            self._activations.pop(key),
+            dy,
+            self._reducer(virtual_stage),
+            needs_input_gradient=not is_first,
+            pending=pending,
+        )
         return None if is_first else dx
 
     def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:

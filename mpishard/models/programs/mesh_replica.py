@@ -73,9 +73,10 @@ class MeshReplica(Replica):
         together = mesh.world if call == "step" else mesh.together
         if everywhere and together.world_size > mesh.model_size:
             ranks = [
-                rank for rank in range(mesh.world.world_size)
+                rank
+                for rank in range(mesh.world.world_size)
                 if together is mesh.world or mesh.replica_of(rank) == mesh.replica_rank
-            ]  # fmt: skip
+            ]
             rows = together.all_gather(np.array([mine]), subject=subject).tolist()
             given = dict(zip(ranks, rows, strict=True))
         for members in self.members:

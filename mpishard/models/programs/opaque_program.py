@@ -131,10 +131,13 @@ class OpaqueProgram(WholeProgram):
         if shape != (self.units[0].length,):
             raise ValueError(
                 f"{name_of(self._model)} returned "
-                + (f"a gradient of shape {shape}" if shape is not None
-                   else f"a {type(gradient).__name__} as its gradient")
+                + (
+                    f"a gradient of shape {shape}"
+                    if shape is not None
+                    else f"a {type(gradient).__name__} as its gradient"
+                )
                 + f" for {self.units[0].length} parameters"
-            )  # fmt: skip
+            )
         if gradient.dtype.kind == "c":
             raise TypeError(
                 f"{name_of(self._model)} returned a gradient of {gradient.dtype}; it must be real"

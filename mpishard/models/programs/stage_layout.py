@@ -116,9 +116,12 @@ class StageLayout:
             layers = {name: model_layers[name] for name in names[first:stop]}
             if layers and mesh.tensor_size > 1:
                 part = partition_chain(
-                    layers, mesh.tensor, model_layers=model_layers,
-                    sequence_parallel=choices.sequence_parallel, split_output=stage == ending,
-                )  # fmt: skip
+                    layers,
+                    mesh.tensor,
+                    model_layers=model_layers,
+                    sequence_parallel=choices.sequence_parallel,
+                    split_output=stage == ending,
+                )
             else:
                 part = TensorPartition(layers, {}, splits_output=False, decisions=())
             self.splits_output |= part.splits_output
@@ -163,9 +166,14 @@ class StageLayout:
         start = self._units[-1].stop if self._units else 0
         for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
             self._units.append(
-                Unit(len(self._units), start + unit.start, start + unit.stop,
-                     first + unit.first_layer, first + unit.last_layer)
-            )  # fmt: skip
+                Unit(
+                    len(self._units),
+                    start + unit.start,
+                    start + unit.stop,
+                    first + unit.first_layer,
+                    first + unit.last_layer,
+                )
+            )
         for (_, prefix, specs), (name, layer) in zip(found, part.layers.items(), strict=True):
             entries = {
                 full.removeprefix(prefix): self._entries[spec.tied_to or full]

@@ -55,9 +55,13 @@ class ModelVector:
         return full
 
     def gather_on(
-        self, parameters: ParameterStore, world: CommunicationBackend, root: int, *,
+        self,
+        parameters: ParameterStore,
+        world: CommunicationBackend,
+        root: int,
+        *,
         is_sharded: bool,
-    ) -> Array | None:  # fmt: skip
+    ) -> Array | None:
         """As `gather`, on rank ``root`` of ``world`` alone: each unit's pieces travel to it."""
         layout, is_root = parameters.layout, world.rank == root
         # In mixed precision only the owners have float32 parameters, whatever the policy says.
@@ -139,9 +143,13 @@ class MeshVector(ModelVector):
         return full
 
     def gather_on(
-        self, parameters: ParameterStore, world: CommunicationBackend, root: int, *,
+        self,
+        parameters: ParameterStore,
+        world: CommunicationBackend,
+        root: int,
+        *,
         is_sharded: bool,
-    ) -> Array | None:  # fmt: skip
+    ) -> Array | None:
         return self._collect(self._reader(parameters), parameters.layout, root)
 
     def assemble(self, own: Array, layout: StoreLayout) -> Array:
@@ -153,9 +161,10 @@ class MeshVector(ModelVector):
         others = [p for rank, p in enumerate(self._placements) if rank != self._mesh.model.rank]
         theirs = {(s.entry.name, box) for p in others for s in p.slices for box in s.boxes}
         return [
-            (held.entry.start, held.entry.stop) for held in self.placement.slices
+            (held.entry.start, held.entry.stop)
+            for held in self.placement.slices
             if any((held.entry.name, box) in theirs for box in held.boxes)
-        ]  # fmt: skip
+        ]
 
     def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
         layout = parameters.layout
@@ -226,13 +235,16 @@ def _exchange(group: CommunicationBackend, placement: Placement) -> list[Placeme
         for held in placement.slices
     ]
     return [
-        Placement(placement.entries, [
-            Slice(
-                ParameterEntry(name, tuple(shape), start),
-                tuple(tuple((low, high) for low, high in box) for box in boxes),
-                is_counted,
-            )
-            for name, shape, start, boxes, is_counted in json.loads(text)
-        ])
+        Placement(
+            placement.entries,
+            [
+                Slice(
+                    ParameterEntry(name, tuple(shape), start),
+                    tuple(tuple((low, high) for low, high in box) for box in boxes),
+                    is_counted,
+                )
+                for name, shape, start, boxes, is_counted in json.loads(text)
+            ],
+        )
         for text in all_texts(group, json.dumps(mine))
-    ]  # fmt: skip
+    ]

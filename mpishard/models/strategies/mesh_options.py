@@ -89,9 +89,10 @@ def axis_sizes(
     # The strategies "tensor" and "pipeline" have such an axis.
     if replicas > 1 and world_size in (pipeline, tensor):
         refuse_several_replicas(
-            replicas, f"a pipeline or tensor axis of {world_size} ranks",
+            replicas,
+            f"a pipeline or tensor axis of {world_size} ranks",
             f"use strategy='hybrid' with axes that make up {config.replica_size} ranks",
-        )  # fmt: skip
+        )
     return mesh_sizes(world_size, pipeline, tensor, data, replicas)
 
 
@@ -194,13 +195,16 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
         # Stage by stage, as long as nothing is split: one split layer keeps the axis busy.
         decisions = (
             decision
-            for first, stop in choices.stages if first < stop
+            for first, stop in choices.stages
+            if first < stop
             for decision in partition_chain(
-                {name: layers_by_name[name] for name in names[first:stop]}, mesh.tensor,
-                model_layers=layers_by_name, sequence_parallel=choices.sequence_parallel,
+                {name: layers_by_name[name] for name in names[first:stop]},
+                mesh.tensor,
+                model_layers=layers_by_name,
+                sequence_parallel=choices.sequence_parallel,
                 split_output=stop == len(names),
             ).decisions
-        )  # fmt: skip
+        )
         reasons = []
         for decision in decisions:
             if decision.kind is not SplitKind.WHOLE:

@@ -76,12 +76,19 @@ class MeshModel(ShardedModelBase):
         order: Sequence[str] = AXES,
     ) -> None:
         self._sizes = pipeline_parallel_size, tensor_parallel_size, data_parallel_size
-        self._options = MeshOptions(**checked_mesh_options({
-            "micro_batch_count": micro_batch_count, "schedule": schedule,
-            "partition_strategy": partition_strategy, "checkpoint_config": checkpoint_config,
-            "sequence_parallel": sequence_parallel,
-            "data_parallel_strategy": data_parallel_strategy, "order": order,
-        }))  # fmt: skip
+        self._options = MeshOptions(
+            **checked_mesh_options(
+                {
+                    "micro_batch_count": micro_batch_count,
+                    "schedule": schedule,
+                    "partition_strategy": partition_strategy,
+                    "checkpoint_config": checkpoint_config,
+                    "sequence_parallel": sequence_parallel,
+                    "data_parallel_strategy": data_parallel_strategy,
+                    "order": order,
+                }
+            )
+        )
         super().__init__(wrapped_model, config)
 
     def _check_leaves(self) -> None:
@@ -104,9 +111,11 @@ class MeshModel(ShardedModelBase):
         }
         if refused := [option for option, is_given in for_layers.items() if is_given]:
             refuse_for_model(
-                ", ".join(refused), name, "is a black box without layers: leave it out, or give a "
+                ", ".join(refused),
+                name,
+                "is a black box without layers: leave it out, or give a "
                 "model that implements ILayeredModel (mpishard.nn)",
-            )  # fmt: skip
+            )
 
     def _initialize_sharding(self) -> None:
         super()._initialize_sharding()
@@ -176,16 +185,22 @@ class MeshModel(ShardedModelBase):
         given: Any = self._options.partition_strategy
         is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
         stages = partition_layers(
-            model.get_all_layer_info(), count, given if is_strategy else None,
-            costs=None if is_strategy else given, can_cut=can_cut,
-        )  # fmt: skip
+            model.get_all_layer_info(),
+            count,
+            given if is_strategy else None,
+            costs=None if is_strategy else given,
+            can_cut=can_cut,
+        )
         # Rank 0 decides, because costs may be times that its clock has measured.
         dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         choices = MeshChoices(
-            self.mesh, self._options.schedule, self._options.micro_batch_count,
+            self.mesh,
+            self._options.schedule,
+            self._options.micro_batch_count,
             tuple((int(first), int(stop)) for first, stop in dealt),
-            self._options.sequence_parallel, self._options.checkpoint_config,
-        )  # fmt: skip
+            self._options.sequence_parallel,
+            self._options.checkpoint_config,
+        )
         return MeshProgram(model, self._config, choices)
 
     def _replicas(self, size: int) -> ProcessMesh:
@@ -397,10 +412,16 @@ class PipelineParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, _world_size_of(config), 1, 1,
-            micro_batch_count=micro_batch_count, schedule=schedule,
-            partition_strategy=partition_strategy, checkpoint_config=checkpoint_config,
-        )  # fmt: skip
+            wrapped_model,
+            config,
+            _world_size_of(config),
+            1,
+            1,
+            micro_batch_count=micro_batch_count,
+            schedule=schedule,
+            partition_strategy=partition_strategy,
+            checkpoint_config=checkpoint_config,
+        )
 
 
 class TensorParallelModel(MeshModel):
@@ -435,9 +456,14 @@ class TensorParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, 1, _world_size_of(config), 1,
-            sequence_parallel=sequence_parallel, checkpoint_config=checkpoint_config,
-        )  # fmt: skip
+            wrapped_model,
+            config,
+            1,
+            _world_size_of(config),
+            1,
+            sequence_parallel=sequence_parallel,
+            checkpoint_config=checkpoint_config,
+        )
 
 
 def _world_size_of(config: Any) -> int:

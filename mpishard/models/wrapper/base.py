@@ -201,8 +201,11 @@ class ShardedModelBase(IShardedModel):
         if reason is not None and self.policy.shards_parameters and self.rank == 0:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
-                "every rank, %s", type(self).__name__, type(self._wrapped_model).__name__, reason,
-            )  # fmt: skip
+                "every rank, %s",
+                type(self).__name__,
+                type(self._wrapped_model).__name__,
+                reason,
+            )
 
     def _shared_choices(self) -> dict[str, Any]:
         """Choices besides the configuration that must be the same on all ranks, for JSON."""
@@ -406,10 +409,11 @@ class ShardedModelBase(IShardedModel):
         """
         if self.gradient_leaves is not None:
             refuse_with_leaves(
-                self.gradient_leaves, "accumulate()",
+                self.gradient_leaves,
+                "accumulate()",
                 "pass the larger batch to one step. If a leaf then needs too much memory, use a "
                 "larger gradient_leaves",
-            )  # fmt: skip
+            )
         with self.engine.accumulate(defer=as_flag("defer", defer)):
             yield
 
@@ -569,9 +573,12 @@ class ShardedModelBase(IShardedModel):
         self.engine.replicas.require_equal("check_replicas")
         engine = self.engine
         return compare_replicas(
-            engine.parameters, engine.placement, self.backend, engine.step_number,
+            engine.parameters,
+            engine.placement,
+            self.backend,
+            engine.step_number,
             is_on_mesh=engine.replica.is_on_mesh or engine.replica.is_grouped,
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------ shards and full parameters
 

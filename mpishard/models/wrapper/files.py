@@ -165,8 +165,9 @@ class ModelFiles:
             _log.warning(
                 "the checkpoint was saved with gradient_leaves, so that its bits do not depend on "
                 "the number of ranks; from here they may differ from those of an uninterrupted "
-                "run: %s", "; ".join(changed),
-            )  # fmt: skip
+                "run: %s",
+                "; ".join(changed),
+            )
 
     def _choices(self) -> dict[str, Any]:
         model = self.plain

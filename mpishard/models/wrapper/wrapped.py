@@ -62,22 +62,34 @@ def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend
 
 
 def generate_tokens(
-    engine: Engine, model: Any, prompt: Any, length: int, temperature: float, seed: int,
-    top_k: int | None, slide: int,
-) -> np.ndarray[Any, Any]:  # fmt: skip
+    engine: Engine,
+    model: Any,
+    prompt: Any,
+    length: int,
+    temperature: float,
+    seed: int,
+    top_k: int | None,
+    slide: int,
+) -> np.ndarray[Any, Any]:
     """Continue a sequence of tokens, computed by ``engine``. Collective."""
     if not isinstance(model, GPT):
         raise MissingMemberError(f"{type(model).__name__} has no generate")
     require_alike(
-        engine.world, "generate: the arguments",
+        engine.world,
+        "generate: the arguments",
         (np.asarray(prompt).ravel().tolist(), length, temperature, seed, top_k, slide),
-    )  # fmt: skip
+    )
     return generate(
-        lambda tokens, cache: engine.predict_next(tokens, cache)[0], prompt, length,
+        lambda tokens, cache: engine.predict_next(tokens, cache)[0],
+        prompt,
+        length,
         vocabulary_size=model.vocabulary_size,
-        context_length=model.context_length, temperature=temperature, seed=seed, top_k=top_k,
+        context_length=model.context_length,
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
         slide=slide,
-    )  # fmt: skip
+    )
 
 
 def require_alike(world: CommunicationBackend, what: str, given: Any) -> None:

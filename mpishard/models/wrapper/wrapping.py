@@ -136,9 +136,11 @@ def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
     _log.warning(
         'precision="bfloat16": products are computed in float32 of rounded operands, because %s: '
-        "%.0f GFLOP/s of bfloat16 operands here, %.0f of float32", reason_for_none(),
-        speeds[1], speeds[0],
-    )  # fmt: skip
+        "%.0f GFLOP/s of bfloat16 operands here, %.0f of float32",
+        reason_for_none(),
+        speeds[1],
+        speeds[0],
+    )
 
 
 def take_ownership(model: Any, wrapper: IShardedModel) -> None:
@@ -228,9 +230,13 @@ def require_same_on_all_ranks(
 
 
 def build_engine(
-    program: Program, policy: Policy, config: ShardingConfiguration, name: str, *,
+    program: Program,
+    policy: Policy,
+    config: ShardingConfiguration,
+    name: str,
+    *,
     arena: bool = True,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """Make the stores of a policy, and the engine that runs ``program`` with them.
 
     ``name`` is the model's name in messages. Every rank makes the engine after the same collective.
@@ -247,9 +253,15 @@ def build_engine(
     own = [held.entry for held in program.vector.placement.slices]
     subject = config.communication_backend.number_model(name, first_names(program.units, own))
     layout = StoreLayout(
-        program.units, program.kept, program.dtype, program.replica.data, MemoryLedger(),
-        arena, device=device, subject=subject,
-    )  # fmt: skip
+        program.units,
+        program.kept,
+        program.dtype,
+        program.replica.data,
+        MemoryLedger(),
+        arena,
+        device=device,
+        subject=subject,
+    )
     on_gpu = device.is_gpu  # otherwise everything is in host memory already
 
     in_leaves = config.gradient_leaves is not None

@@ -55,9 +55,16 @@ _DROPOUT_BACKWARD = elementwise(
 
 
 def dropout(
-    x_BE: Array, scale: float, *, key: int, counter: int, threshold: int, counts: int,
-    counts_between: int, skipped: int,
-) -> tuple[Array, Array]:  # fmt: skip
+    x_BE: Array,
+    scale: float,
+    *,
+    key: int,
+    counter: int,
+    threshold: int,
+    counts: int,
+    counts_between: int,
+    skipped: int,
+) -> tuple[Array, Array]:
     """Return x * scale * mask, and the mask: see `mpishard.nn.Dropout`.
 
     Parameters
@@ -80,10 +87,19 @@ def dropout(
     samples, elements = x_BE.shape
     words = (key, key >> 64, counter, counter >> 64, threshold)
     _DROPOUT.launch_for(
-        samples * counts, x_BE.dtype, x_BE, y_BE, mask_BE, scale,
+        samples * counts,
+        x_BE.dtype,
+        x_BE,
+        y_BE,
+        mask_BE,
+        scale,
         *(np.uint64(word & (2**64 - 1)) for word in words),
-        samples, elements, counts, counts_between, skipped,
-    )  # fmt: skip
+        samples,
+        elements,
+        counts,
+        counts_between,
+        skipped,
+    )
     return y_BE, mask_BE
 
 

@@ -129,9 +129,17 @@ def norm_backward(
     shape = blocks, width * (2 if has_bias else 1)
     partial = NAMESPACES[type(dy_ND)].empty(shape, dy_ND.dtype)
     over_rows("norm_backward", _NORM_BACKWARD, width).launch(
-        blocks, dy_ND.dtype, dy_ND, saved_ND, weight_D, inverse_N, partial, rows, width,
+        blocks,
+        dy_ND.dtype,
+        dy_ND,
+        saved_ND,
+        weight_D,
+        inverse_N,
+        partial,
+        rows,
+        width,
         int(has_bias),
-    )  # fmt: skip
+    )
     return partial
 
 
@@ -153,6 +161,14 @@ def column_sums(values_NC: Array, *places: tuple[Array, bool]) -> None:
     rows, columns = values_NC.shape
     values_NC = NAMESPACES[type(values_NC)].ascontiguousarray(values_NC)
     _column_sums.launch(
-        -(-columns // _SUM_COLUMNS), values_NC.dtype, values_NC, sums, others, rows, columns,
-        sums.size, int(adds), int(adds_others),
-    )  # fmt: skip
+        -(-columns // _SUM_COLUMNS),
+        values_NC.dtype,
+        values_NC,
+        sums,
+        others,
+        rows,
+        columns,
+        sums.size,
+        int(adds),
+        int(adds_others),
+    )

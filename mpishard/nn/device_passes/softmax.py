@@ -145,9 +145,15 @@ def softmax_gradient(dy_NV: Array, y_NV: Array) -> None:
 
 
 def cross_entropy(
-    logits_NV: Array, target_N: Array, weight_N: Array | None, *, ignore_index: int,
-    label_smoothing: float, z_loss: float, needs_gradient: bool,
-) -> tuple[Array, Array | None]:  # fmt: skip
+    logits_NV: Array,
+    target_N: Array,
+    weight_N: Array | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    needs_gradient: bool,
+) -> tuple[Array, Array | None]:
     """Return the sums of `mpishard.nn.CrossEntropy`, and its gradient if that is needed.
 
     The sums, of shape (2,) and float64, are those of the loss and of the weight.
@@ -157,8 +163,17 @@ def cross_entropy(
     gradient = xp.empty_like(logits_NV) if needs_gradient else None
     totals, sums = xp.empty((rows, 2), np.float64), xp.empty(2, np.float64)
     over_rows("cross_entropy", _CROSS_ENTROPY, classes).launch(
-        rows, logits_NV.dtype, logits_NV, int64(target_N), weight_N, gradient,
-        totals, ignore_index, label_smoothing, z_loss, classes,
-    )  # fmt: skip
+        rows,
+        logits_NV.dtype,
+        logits_NV,
+        int64(target_N),
+        weight_N,
+        gradient,
+        totals,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        classes,
+    )
     column_sums(totals, (sums, False))
     return sums, gradient

@@ -75,9 +75,16 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     """
     (rows, width), parts = table_VD.shape, -(-table_VD.shape[1] // _ADD_ROWS.threads)
     _ADD_ROWS.launch(
-        tokens_N.size * parts, dy_ND.dtype, table_VD, int64(tokens_N), dy_ND, tokens_N.size, rows,
-        width, parts,
-    )  # fmt: skip
+        tokens_N.size * parts,
+        dy_ND.dtype,
+        table_VD,
+        int64(tokens_N),
+        dy_ND,
+        tokens_N.size,
+        rows,
+        width,
+        parts,
+    )
 
 
 _COUNT_OUTSIDE = Kernel(

@@ -232,9 +232,9 @@ def _windows(x: Array, kernel: _Pair, stride: _Pair) -> Array:
     return views[:, :, :: stride[0], :: stride[1]]
 
 
-@_primitive(lambda x, w, *, stride, padding: (
-    x[0], w[0], *_window_counts(x[2:], w[2:], stride, padding)
-))  # fmt: skip
+@_primitive(
+    lambda x, w, *, stride, padding: (x[0], w[0], *_window_counts(x[2:], w[2:], stride, padding))
+)
 def convolve(x: Array, weight: Array, *, stride: _Pair, padding: _Pair) -> Array:
     """Return the cross-correlation of x_BCHW with kernels of shape (O, C, rows, columns)."""
     (top, left), pads = padding, ((0, 0), (0, 0))

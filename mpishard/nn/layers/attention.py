@@ -199,9 +199,13 @@ class Attention(Layer):
             weights = np.empty(scores_BGPS.shape, x.dtype)
             logsum = np.broadcast_to(np.float32(scale) * largest, shape).astype(np.float32)
             loop(
-                _rows(scores_BGPS), bits(_rows(weights)), logsum.reshape(-1), np.float32(scale),
-                start, q.shape[-2] if self.causal else 0,
-            )  # fmt: skip
+                _rows(scores_BGPS),
+                bits(_rows(weights)),
+                logsum.reshape(-1),
+                np.float32(scale),
+                start,
+                q.shape[-2] if self.causal else 0,
+            )
             return weights, None, logsum
         if not are_small:
             scores_BGPS -= largest
@@ -212,9 +216,17 @@ class Attention(Layer):
         return _narrow(scores_BGPS, x), total, logsum
 
     def _softmax_backward(
-        self, x: Array, q: Array, k: Array, v: Array, d: Array, y: Array, logsum: Array,
-        mask_RR: Array, start: int,
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self,
+        x: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        d: Array,
+        y: Array,
+        logsum: Array,
+        mask_RR: Array,
+        start: int,
+    ) -> tuple[Array, Array]:
         """Return a block's softmax weights and the gradient of its scores, in the dtype of x."""
         scale = 1.0 / math.sqrt(q.shape[-1])
         if is_device_array(x):
@@ -229,10 +241,15 @@ class Attention(Layer):
             dscores_BGPS = _scores(d, v, 1.0)
             weights, gradient = (np.empty(scores_BGPS.shape, x.dtype) for _ in range(2))
             loop(
-                _rows(scores_BGPS), _rows(dscores_BGPS), bits(_rows(weights)),
-                bits(_rows(gradient)), np.ascontiguousarray(logsum).reshape(-1),
-                np.float32(scale), start, q.shape[-2] if self.causal else 0,
-            )  # fmt: skip
+                _rows(scores_BGPS),
+                _rows(dscores_BGPS),
+                bits(_rows(weights)),
+                bits(_rows(gradient)),
+                np.ascontiguousarray(logsum).reshape(-1),
+                np.float32(scale),
+                start,
+                q.shape[-2] if self.causal else 0,
+            )
             return weights, gradient
         if self.causal:
             self._mask(scores_BGPS, mask_RR, start)

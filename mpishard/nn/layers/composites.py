@@ -118,17 +118,25 @@ class Sequential(Layer):
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves layer by layer, last layer first, so that little is pending."""
         # Only the first layer may leave out its input gradient: it is dy of the layer before.
         first = next(iter(self.children))
         for name, child in reversed(self.children.items()):
             dy = child.backward(
-                p.get(name, _NONE), saved.pop(), dy, g.get(name, _NONE),
+                p.get(name, _NONE),
+                saved.pop(),
+                dy,
+                g.get(name, _NONE),
                 needs_input_gradient=needs_input_gradient or name != first,
-            )  # fmt: skip
+            )
         return dy
 
 
@@ -198,9 +206,14 @@ class Residual(Layer):
         self.inner.backward_weight(pending, g)
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves, layer by layer, and always return the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
         return added(dx, dy, out=dx)

@@ -256,9 +256,14 @@ class Layer(ABC):
         """Add the gradients of the layer's parameters to ``g``."""
 
     def backward(
-        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
         needs_input_gradient: bool = True,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Run both halves, leaf by leaf: add to ``g`` and return the input's gradient.
 
         If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may

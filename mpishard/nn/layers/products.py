@@ -2,7 +2,7 @@
 
 NumPy or CuPy multiplies float32 and float64; a GPU may round float32 operands first, as
 `mpishard.nn.device_passes.products_in` says. The processor's unit for bfloat16 multiplies bfloat16,
-through `mpishard.base.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
+through `base.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
 float32, which represents each of them exactly.
 """
 

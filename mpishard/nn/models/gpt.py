@@ -144,9 +144,13 @@ class GPT(Model):
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         super().__init__(
-            Sequential(chain), CrossEntropy(), input_shape=(context_length,), seed=seed,
-            dtype=dtype, device=device,
-        )  # fmt: skip
+            Sequential(chain),
+            CrossEntropy(),
+            input_shape=(context_length,),
+            seed=seed,
+            dtype=dtype,
+            device=device,
+        )
 
     def generate(
         self,
@@ -191,11 +195,16 @@ class GPT(Model):
             its range.
         """
         return generate(
-            lambda tokens, cache: self.predict_next(tokens, cache)[0], prompt, length,
+            lambda tokens, cache: self.predict_next(tokens, cache)[0],
+            prompt,
+            length,
             vocabulary_size=self.vocabulary_size,
-            context_length=self.context_length, temperature=temperature, seed=seed, top_k=top_k,
+            context_length=self.context_length,
+            temperature=temperature,
+            seed=seed,
+            top_k=top_k,
             slide=slide,
-        )  # fmt: skip
+        )
 
     def predict_next(self, tokens: Any, cache: KeyValueCache) -> Array:
         """Return the logits (B, V) of the last position for new tokens (B, T) of cached sequences.

@@ -204,9 +204,14 @@ class LinearRegression(LinearModel):
         feature_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(
-            features, outputs, MSE(), seed=seed, dtype=dtype, device=device,
+            features,
+            outputs,
+            MSE(),
+            seed=seed,
+            dtype=dtype,
+            device=device,
             feature_names=feature_names,
-        )  # fmt: skip
+        )
 
 
 class LogisticRegression(LinearModel):
@@ -250,9 +255,14 @@ class LogisticRegression(LinearModel):
         # Two classes need one logit: the gradient of a second would be minus that of the first.
         outputs, loss = (1, BinaryCrossEntropy()) if classes == 2 else (classes, CrossEntropy())
         super().__init__(
-            features, outputs, loss, seed=seed, dtype=dtype, device=device,
+            features,
+            outputs,
+            loss,
+            seed=seed,
+            dtype=dtype,
+            device=device,
             feature_names=feature_names,
-        )  # fmt: skip
+        )
 
     def predict_probabilities(self, x: Array) -> Array:
         """Return the probability of each class, shape (B, C), for x of shape (B, F)."""
@@ -344,6 +354,10 @@ class MLP(Model):
             )
             layers[f"linear{i}"] = Linear(inputs, outputs, initializer=initializer)
         super().__init__(
-            Sequential(layers), MSE() if loss is None else loss, input_shape=(sizes[0],),
-            seed=seed, dtype=dtype, device=device,
-        )  # fmt: skip
+            Sequential(layers),
+            MSE() if loss is None else loss,
+            input_shape=(sizes[0],),
+            seed=seed,
+            dtype=dtype,
+            device=device,
+        )

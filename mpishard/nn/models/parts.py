@@ -173,9 +173,12 @@ class TrainingPass:
         def add(targets: GradientTargets) -> None:
             # The popped gradient has no name here, which would keep it until the end of backward.
             self.chain.backward(
-                self._table.nested_views(self._vector), self._saved, self._output_gradient.pop(),
-                targets, needs_input_gradient=False,
-            )  # fmt: skip
+                self._table.nested_views(self._vector),
+                self._saved,
+                self._output_gradient.pop(),
+                targets,
+                needs_input_gradient=False,
+            )
 
         return self._mean_gradient(add)
 

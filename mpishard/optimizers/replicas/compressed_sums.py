@@ -150,10 +150,17 @@ class CompressedSums(SumExchange):
     """
 
     def __init__(
-        self, across: CommunicationBackend, parts: Sequence[Part], code: Code,
-        errors: ErrorFeedback, key: Callable[[], tuple[int, int]], *, keeps_errors: bool,
-        start_step: int, frozen: Sequence[tuple[int, int]],
-    ) -> None:  # fmt: skip
+        self,
+        across: CommunicationBackend,
+        parts: Sequence[Part],
+        code: Code,
+        errors: ErrorFeedback,
+        key: Callable[[], tuple[int, int]],
+        *,
+        keeps_errors: bool,
+        start_step: int,
+        frozen: Sequence[tuple[int, int]],
+    ) -> None:
         super().__init__(across, parts)
         self._code = code
         self._errors = errors
@@ -231,10 +238,14 @@ class CompressedSums(SumExchange):
         self, parts: Sequence[_Part], arrays: Sequence[Array], owner: int, sender: int
     ) -> Array:
         """Return the codes of the pieces of all parts that ``owner`` owns, end to end."""
-        return np.concatenate([
-            self._code.encode(array, (*self._key(), *self.parts[part.number].key, owner, sender))
-            for part, array in zip(parts, arrays, strict=True)
-        ])  # fmt: skip
+        return np.concatenate(
+            [
+                self._code.encode(
+                    array, (*self._key(), *self.parts[part.number].key, owner, sender)
+                )
+                for part, array in zip(parts, arrays, strict=True)
+            ]
+        )
 
     def _decode(
         self, codes: Array, parts: Sequence[_Part], out: Sequence[Array], owner: int, sender: int

@@ -128,9 +128,14 @@ class GradientCompressionOptimizer(ReplicasOptimizer):
         if self.method is None:
             return super()._make_state(model, frozen)
         return _CompressedState(
-            self._rule, model, frozen, _METHODS[self.method](self.compression_ratio), self.seed,
-            keeps_errors=self.error_feedback, start_step=self.start_step,
-        )  # fmt: skip
+            self._rule,
+            model,
+            frozen,
+            _METHODS[self.method](self.compression_ratio),
+            self.seed,
+            keeps_errors=self.error_feedback,
+            start_step=self.start_step,
+        )
 
     def _require_fit(self, model: ShardedModelBase) -> None:
         super()._require_fit(model)
@@ -167,9 +172,14 @@ class _CompressedState(ModelState):
         # Made again if other units are frozen: then the errors have other lengths.
         self.errors = ErrorFeedback(layout, across, parts)
         return CompressedSums(
-            across, parts, self._code, self.errors, lambda: (self._seed, self.steps),
-            frozen=frozen, **self._choices,
-        )  # fmt: skip
+            across,
+            parts,
+            self._code,
+            self.errors,
+            lambda: (self._seed, self.steps),
+            frozen=frozen,
+            **self._choices,
+        )
 
     # Kinds: "error<r>" of replica r's gradients, and "reduced_error" of the sums.
 

@@ -44,9 +44,13 @@ class DelayedState(ModelState):
     keeps_gradients = True
 
     def __init__(
-        self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str], delay: int,
+        self,
+        rule: Optimizer,
+        model: ShardedModelBase,
+        frozen: frozenset[str],
+        delay: int,
         user: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(rule, model, frozen)
         self.norm = 0.0
         self._delay = delay
@@ -133,8 +137,9 @@ class DelayedState(ModelState):
 
     def arrays_to_read(self) -> Pieces:
         pieces = self._own_pieces
-        self._read = [[np.empty(p.length, self.model.dtype) for p in pieces]
-                      for _ in range(self._saved)]  # fmt: skip
+        self._read = [
+            [np.empty(p.length, self.model.dtype) for p in pieces] for _ in range(self._saved)
+        ]
         return {**super().arrays_to_read(), **self._regions_of(pieces, self._read)}
 
     def _regions_of(self, pieces: Iterable[Piece], gradients: Iterable[list[Array]]) -> Pieces:

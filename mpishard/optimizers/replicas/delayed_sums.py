@@ -63,8 +63,9 @@ class DelayedSums(SumExchange):
             return
         self._take(values)
         vector, place = self._ring[self._next], self._next
-        self._works[place] = [self.across.all_reduce_async(vector[part.piece.in_shard])
-                              for part in self.parts]  # fmt: skip
+        self._works[place] = [
+            self.across.all_reduce_async(vector[part.piece.in_shard]) for part in self.parts
+        ]
         self._next = (place + 1) % self._delay
         if self.pending <= self._delay:
             for array in values:
@@ -100,9 +101,13 @@ class DelayedSums(SumExchange):
         for place in self._places():
             self._await(place)
         shifts = [self._shifts[piece.unit.index] for piece in pieces]
-        return [[self._ring[place][shift + piece.start : shift + piece.stop]
-                 for shift, piece in zip(shifts, pieces, strict=True)]
-                for place in self._places()]  # fmt: skip
+        return [
+            [
+                self._ring[place][shift + piece.start : shift + piece.stop]
+                for shift, piece in zip(shifts, pieces, strict=True)
+            ]
+            for place in self._places()
+        ]
 
     def expect(self, pending: int) -> None:
         """Set the number of gradients under way; the caller writes them to `under_way`."""

@@ -88,9 +88,14 @@ class CodedExchange(Exchange):
     """
 
     def __init__(
-        self, across: CommunicationBackend, part: Piece, code: Code, dtype: np.dtype[Any],
-        ledger: MemoryLedger, key: tuple[int, ...],
-    ) -> None:  # fmt: skip
+        self,
+        across: CommunicationBackend,
+        part: Piece,
+        code: Code,
+        dtype: np.dtype[Any],
+        ledger: MemoryLedger,
+        key: tuple[int, ...],
+    ) -> None:
         super().__init__(across, part)
         self._code, self._part_key = code, key
         self._agreed = ledger.allocate(MemoryCategory.OPTIMIZER_STATE, part.length, dtype)
@@ -119,14 +124,17 @@ class CodedExchange(Exchange):
         change *= share
         rank, size = self.across.rank, self.across.world_size
         self._work = self.across.all_to_all_async(
-            [self._encode(change[self.owners.slice(owner)], owner, 1 + rank)
-             for owner in range(size)]
-        )  # fmt: skip
+            [
+                self._encode(change[self.owners.slice(owner)], owner, 1 + rank)
+                for owner in range(size)
+            ]
+        )
 
     def mean(self) -> Array:
         rank = self.across.rank
-        changes = [self._decode(code, rank, 1 + sender)
-                   for sender, code in enumerate(self._work.wait())]  # fmt: skip
+        changes = [
+            self._decode(code, rank, 1 + sender) for sender, code in enumerate(self._work.wait())
+        ]
         mean = np.empty_like(changes[0])
         self._reducer.reduce(changes, ReductionOperation.SUM, mean)
         mean += self._agreed[self.own]

@@ -138,8 +138,11 @@ class LocalState(ModelState):
         """Return an exchange for each trained unit, or its parts with and without copies."""
         engine, name, exchanges, owned = self.engine, self._given.exchange, [], []
         position = 0
-        self._trained = [piece for piece in engine.layout.pieces(sharded=self._is_grouped)
-                         if piece.unit.index not in engine.program.frozen_units]  # fmt: skip
+        self._trained = [
+            piece
+            for piece in engine.layout.pieces(sharded=self._is_grouped)
+            if piece.unit.index not in engine.program.frozen_units
+        ]
         # Ranks of a replica that hold copies of a parameter must get the same bits: their changes
         # travel as they are if codes depend on the other values of a part.
         alike = engine.program.vector.held_alike() if name == "int8" else []
@@ -149,9 +152,13 @@ class LocalState(ModelState):
                 exchange = Exchange(self._across, piece)
             else:
                 exchange = CodedExchange(
-                    self._across, piece, CODES[name], self.model.dtype, engine.layout.ledger,
+                    self._across,
+                    piece,
+                    CODES[name],
+                    self.model.dtype,
+                    engine.layout.ledger,
                     part.key,
-                )  # fmt: skip
+                )
             exchanges.append(exchange)
             start, stop = piece.start + exchange.own.start, piece.start + exchange.own.stop
             owned.append(Piece(piece.unit, start, stop, position))
@@ -159,8 +166,11 @@ class LocalState(ModelState):
         self._pieces = engine.program.trained(owned)
         for exchange in exchanges:
             place = exchange.part
-            exchange.pieces = [p for p in self._pieces if p.unit.index == place.unit.index
-                               and place.start <= p.start < place.stop]  # fmt: skip
+            exchange.pieces = [
+                p
+                for p in self._pieces
+                if p.unit.index == place.unit.index and place.start <= p.start < place.stop
+            ]
         return exchanges
 
     # ---------------------------------------------------------------------------------- exchanges
@@ -252,11 +262,16 @@ class LocalState(ModelState):
                 ranges.append(OwnedRange(anchor, anchor - beside(target, anchor), state, segments))
                 targets.append(target)
         names = [entry.name for entry in self.model.parameter_entries]
-        outer.update_all(ranges, UpdateContext(
-            step=self._outer_steps, learning_rate=outer.checked_rate(self._outer_steps - 1),
-            gradient_scale=1.0, parameter_names=names,
-            sum_over_owners=partial(engine.sum_over_owners, owners=engine.world),
-        ))  # fmt: skip
+        outer.update_all(
+            ranges,
+            UpdateContext(
+                step=self._outer_steps,
+                learning_rate=outer.checked_rate(self._outer_steps - 1),
+                gradient_scale=1.0,
+                parameter_names=names,
+                sum_over_owners=partial(engine.sum_over_owners, owners=engine.world),
+            ),
+        )
         for owned, target in zip(ranges, targets, strict=True):
             copy_into(target, owned.parameters)
 
@@ -271,16 +286,24 @@ class LocalState(ModelState):
             )
         engine, across = self.engine, self._across
         pieces = engine.pieces
-        mine = self._regions(pieces.to_write(engine.program) if self._is_grouped
-                             else pieces.updated)  # fmt: skip
-        each = {f"{kind}@{r}": regions if r == across.rank else []
-                for kind, regions in mine.items() for r in range(across.world_size)}  # fmt: skip
+        mine = self._regions(
+            pieces.to_write(engine.program) if self._is_grouped else pieces.updated
+        )
+        each = {
+            f"{kind}@{r}": regions if r == across.rank else []
+            for kind, regions in mine.items()
+            for r in range(across.world_size)
+        }
         return {**each, **self._outer_regions(written_here(self._pieces, engine.placement))}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas from the kinds of a checkpoint."""
-        found = [r for r in range(len(kinds)) for name in self.vectors
-                 if f"{self.kind}/{name}@{r}" in kinds]  # fmt: skip
+        found = [
+            r
+            for r in range(len(kinds))
+            for name in self.vectors
+            if f"{self.kind}/{name}@{r}" in kinds
+        ]
         self._writers = 1 + max(found, default=self._across.world_size - 1)
 
     def arrays_to_read(self) -> Pieces:

@@ -175,9 +175,10 @@ class _Translation:
         """The answer of a test of an array against None; None for other tests."""
         match test:
             case ast.Compare(
-                left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as kind],
+                left=ast.Name(id=name),
+                ops=[ast.Is() | ast.IsNot() as kind],
                 comparators=[ast.Constant(value=None)],
-            ) if name in self._arrays:  # fmt: skip
+            ) if name in self._arrays:
                 return self._arrays[name] == isinstance(kind, ast.Is)
         return None
 

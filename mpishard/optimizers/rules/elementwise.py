@@ -66,9 +66,15 @@ class SGD(Optimizer):
 
 
 def _sgd(
-    p: Array, g: Array, v: Array | None,
-    scale: float, decay: float, rate: float, momentum: float, nesterov: float,
-) -> None:  # fmt: skip
+    p: Array,
+    g: Array,
+    v: Array | None,
+    scale: float,
+    decay: float,
+    rate: float,
+    momentum: float,
+    nesterov: float,
+) -> None:
     for i in elements(p.size):
         theta = p[i]
         step = g[i] * scale
@@ -120,9 +126,14 @@ class Adagrad(Optimizer):
 
 
 def _adagrad(
-    p: Array, g: Array, sum_of_squares: Array,
-    scale: float, decay: float, rate: float, epsilon: float,
-) -> None:  # fmt: skip
+    p: Array,
+    g: Array,
+    sum_of_squares: Array,
+    scale: float,
+    decay: float,
+    rate: float,
+    epsilon: float,
+) -> None:
     for i in elements(p.size):
         theta, squares = p[i], sum_of_squares[i]
         step = g[i] * scale
@@ -184,17 +195,38 @@ class RMSprop(Optimizer):
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         to_square, to_mean, zero = math.sqrt(1 - self.beta2), 1 - self.beta2, 0.0
-        return Body(_rmsprop, (
-            context.gradient_scale, weight_decay, learning_rate, self.beta2, to_square, to_mean,
-            self.epsilon, self.momentum, zero,
-        ))  # fmt: skip
+        return Body(
+            _rmsprop,
+            (
+                context.gradient_scale,
+                weight_decay,
+                learning_rate,
+                self.beta2,
+                to_square,
+                to_mean,
+                self.epsilon,
+                self.momentum,
+                zero,
+            ),
+        )
 
 
 def _rmsprop(
-    p: Array, g: Array, mean_square: Array, v: Array | None, mean: Array | None,
-    scale: float, decay: float, rate: float, beta2: float, to_square: float, to_mean: float,
-    epsilon: float, momentum: float, zero: float,
-) -> None:  # fmt: skip
+    p: Array,
+    g: Array,
+    mean_square: Array,
+    v: Array | None,
+    mean: Array | None,
+    scale: float,
+    decay: float,
+    rate: float,
+    beta2: float,
+    to_square: float,
+    to_mean: float,
+    epsilon: float,
+    momentum: float,
+    zero: float,
+) -> None:
     for i in elements(p.size):
         theta, squares = p[i], mean_square[i]
         step = g[i] * scale
@@ -295,10 +327,20 @@ class AdamW(Adam):
 
 
 def _adam(
-    p: Array, g: Array, m: Array, v: Array,
-    beta1: float, beta2: float, to_m: float, to_v: float, epsilon: float, rate: float,
-    scale: float, decay: float, keep: float,
-) -> None:  # fmt: skip
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    beta1: float,
+    beta2: float,
+    to_m: float,
+    to_v: float,
+    epsilon: float,
+    rate: float,
+    scale: float,
+    decay: float,
+    keep: float,
+) -> None:
     for i in elements(p.size):
         theta, first, second = p[i], m[i], v[i]
         gradient = g[i]
@@ -348,20 +390,30 @@ class Lion(Optimizer):
     checks = Optimizer.checks | {"beta1": fraction, "beta2": fraction}
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
-        return Body(_lion, (
-            self.beta1,
-            self.beta2,
-            (1 - self.beta1) * context.gradient_scale,
-            (1 - self.beta2) * context.gradient_scale,
-            learning_rate,
-            1 - learning_rate * weight_decay,
-        ))  # fmt: skip
+        return Body(
+            _lion,
+            (
+                self.beta1,
+                self.beta2,
+                (1 - self.beta1) * context.gradient_scale,
+                (1 - self.beta2) * context.gradient_scale,
+                learning_rate,
+                1 - learning_rate * weight_decay,
+            ),
+        )
 
 
 def _lion(
-    p: Array, g: Array, m: Array,
-    beta1: float, beta2: float, to_step: float, to_m: float, rate: float, keep: float,
-) -> None:  # fmt: skip
+    p: Array,
+    g: Array,
+    m: Array,
+    beta1: float,
+    beta2: float,
+    to_step: float,
+    to_m: float,
+    rate: float,
+    keep: float,
+) -> None:
     for i in elements(p.size):
         theta, momentum, gradient = p[i], m[i], g[i]
         step = momentum * beta1

@@ -78,8 +78,11 @@ class LBFGS(JointRule):
     state_names: ClassVar[tuple[str, ...]] = ("base", "base_gradient", "direction")
     updates_unused = True
     checks = JointRule.checks | {
-        "c1": fraction, "c2": fraction, "max_line_search": as_count, "memory": as_count,
-    }  # fmt: skip
+        "c1": fraction,
+        "c2": fraction,
+        "max_line_search": as_count,
+        "memory": as_count,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,9 +94,10 @@ class LBFGS(JointRule):
         if given or options:
             other = ", ".join(given) or f"parameter_options[{options[0]!r}]"
             refuse_line_search(
-                type(self).__name__, f"{other} changes only the gradient",
+                type(self).__name__,
+                f"{other} changes only the gradient",
                 "add a penalty to the loss. parameter_options may only freeze",
-            )  # fmt: skip
+            )
 
     def needed_state(self) -> tuple[str, ...]:
         numbers = range(self.memory)
@@ -148,9 +152,11 @@ class LBFGS(JointRule):
         scale = context.gradient_scale
         # A trial is judged by its value and by its slope along the direction.
         (slope,) = self._sums(
-            ranges, context, ["direction"],
+            ranges,
+            context,
+            ["direction"],
             lambda views: [scale * _dot(views["gradient"], views["direction"])],
-        )  # fmt: skip
+        )
         self._judge(ranges, context, context.loss, slope)
 
     def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
@@ -256,8 +262,10 @@ class LBFGS(JointRule):
         rows = xp.stack([views[name] for name in names]).astype(np.float64, copy=False)
         if self.is_bounded:
             base, gradient = views["base"], views["base_gradient"]
-            rows *= ~(((base <= views["lower"]) & (gradient > 0))
-                      | ((base >= views["upper"]) & (gradient < 0)))  # fmt: skip
+            rows *= ~(
+                ((base <= views["lower"]) & (gradient > 0))
+                | ((base >= views["upper"]) & (gradient < 0))
+            )
         return rows
 
     # ---------------------------------------------------------------------------- arithmetic
@@ -308,8 +316,9 @@ class LBFGS(JointRule):
             for segment in owned.segments:
                 place = places[segment.name, segment.cell]
                 for views in _blocks(owned, names, segment.start, segment.stop):
-                    rows[place] += to_host(array_namespace(owned.parameters).asarray(
-                        products(views)))  # fmt: skip
+                    rows[place] += to_host(
+                        array_namespace(owned.parameters).asarray(products(views))
+                    )
         rows = context.sum_over_owners(rows)
         first_cells = [place for (_, cell), place in places.items() if cell == 0]
         total: list[float] = rows[first_cells].sum(axis=0).tolist()
@@ -325,8 +334,7 @@ def _two_loops(gram: Array, count: int) -> Array:
     found = np.zeros(2 * count + 1)
     found[-1] = -1.0
     # A pair may have no curvature among the parameters that no bound holds: it cannot be a divisor.
-    usable = [k for k in range(count)
-              if gram[k, count + k] > _EPSILON * gram[count + k, count + k]]  # fmt: skip
+    usable = [k for k in range(count) if gram[k, count + k] > _EPSILON * gram[count + k, count + k]]
     alphas = {}
     for k in reversed(usable):
         alphas[k] = gram[k] @ found / gram[k, count + k]

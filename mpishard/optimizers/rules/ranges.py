@@ -112,10 +112,11 @@ def count_missed(unused: Collection[str], numbers: dict[str, Any]) -> None:
 def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segment, ...]:
     """Return the intersections of the parameters with one owned piece, in order."""
     return tuple(
-        Segment(e.name, max(e.start, piece.start) - piece.start,
-                min(e.stop, piece.stop) - piece.start)
+        Segment(
+            e.name, max(e.start, piece.start) - piece.start, min(e.stop, piece.stop) - piece.start
+        )
         for e in overlapping(entries, piece.start, piece.stop)
-    )  # fmt: skip
+    )
 
 
 def joined(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:

@@ -198,9 +198,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         for owned in joined(ranges):
             returned: Any = self.update(  # type: ignore[func-returns-value]
-                owned.parameters, owned.gradients, owned.state, owned.segments,
+                owned.parameters,
+                owned.gradients,
+                owned.state,
+                owned.segments,
                 replace(context, missed=owned.missed) if owned.missed else context,
-            )  # fmt: skip
+            )
             if returned is not None and returned is not owned.parameters:
                 raise TypeError(
                     f"{type(self).__name__}.update must change the parameters in place, as in "

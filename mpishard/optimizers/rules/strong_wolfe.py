@@ -167,9 +167,14 @@ def _tilted(point: tuple[float, float, float], slope: float) -> tuple[float, flo
 
 
 def _cubic(
-    a: float, f_a: float, g_a: float, b: float, f_b: float, g_b: float,
+    a: float,
+    f_a: float,
+    g_a: float,
+    b: float,
+    f_b: float,
+    g_b: float,
     beyond: float | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """Return the minimizer of the cubic through two points with these values and slopes.
 
     With ``beyond`` it is that number if the cubic has no minimizer on the far side of ``a``.

@@ -225,9 +225,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             model.engine.program.check_pair(x, y, model.engine.loss)
         if self._rule.searches and model.engine.round.accumulates:
             refuse_line_search(
-                type(self._rule).__name__, "accumulate() keeps no batch",
+                type(self._rule).__name__,
+                "accumulate() keeps no batch",
                 "give step the whole batch, outside of accumulate()",
-            )  # fmt: skip
+            )
         state = self.bind(model)
         # A step that fails has overwritten the gradient of the one before it.
         state.last_gradient = None
@@ -496,9 +497,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         saved = StateBytes.from_bytes(data)
         saved.require_rule(self._rule, alone=self._state is None)
         settings = saved.metadata["settings"]
-        wrong = [f"{name} {settings[name]}, here {value}"
-                 for name, value in self._lasting().items()
-                 if settings.get(name, value) != value]  # fmt: skip
+        wrong = [
+            f"{name} {settings[name]}, here {value}"
+            for name, value in self._lasting().items()
+            if settings.get(name, value) != value
+        ]
         if wrong:
             raise ShardingError(
                 f"{type(self).__name__}: these bytes are of an optimizer with {', '.join(wrong)}; "

@@ -236,9 +236,13 @@ class ModelState(CheckpointState):
         """Return the whole state, the same on every rank. Collective."""
         model = self.model
         return StateBytes.gather(
-            model.backend, self.arrays_to_write(), self.checkpoint_metadata(),
-            self._trained_entries, model.dtype, model.checkpoint_subject,
-        )  # fmt: skip
+            model.backend,
+            self.arrays_to_write(),
+            self.checkpoint_metadata(),
+            self._trained_entries,
+            model.dtype,
+            model.checkpoint_subject,
+        )
 
     def require_fit(self, saved: StateBytes) -> None:
         """Refuse a state that `take` cannot use. Communicates nothing.
@@ -252,8 +256,10 @@ class ModelState(CheckpointState):
         self.expect(saved.arrays)
         wanted = self.arrays_to_read().keys()
         if not (saved.is_of(self.rule) or saved.arrays.keys() == wanted):
-            held, needed = (sorted(kind.rpartition("/")[2] for kind in kinds)
-                            for kinds in (saved.arrays, wanted))  # fmt: skip
+            held, needed = (
+                sorted(kind.rpartition("/")[2] for kind in kinds)
+                for kinds in (saved.arrays, wanted)
+            )
             raise ValueError(f"these bytes hold the state {held}, and this optimizer has {needed}")
 
     def take(self, saved: StateBytes) -> None:
@@ -332,9 +338,10 @@ def require_searchable(model: ShardedModelBase, rule: str) -> None:
     """
     if not model.engine.knows_loss:
         refuse_line_search(
-            rule, f"{type(model.wrapped_model).__name__} computes none",
+            rule,
+            f"{type(model.wrapped_model).__name__} computes none",
             "give it compute_loss_and_gradients, or a default_loss_function",
-        )  # fmt: skip
+        )
     if model.engine.program.is_random:
         refuse_line_search(rule, "dropout changes it each time", "remove the dropout layers")
     if not model.sharding_configuration.auto_sync_gradients:

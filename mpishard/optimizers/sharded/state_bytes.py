@@ -64,9 +64,14 @@ class StateBytes:
 
     @classmethod
     def gather(
-        cls, backend: CommunicationBackend, pieces: Pieces, metadata: Mapping[str, Any],
-        entries: Sequence[ParameterEntry], dtype: np.dtype[Any], subject: int = 0,
-    ) -> StateBytes:  # fmt: skip
+        cls,
+        backend: CommunicationBackend,
+        pieces: Pieces,
+        metadata: Mapping[str, Any],
+        entries: Sequence[ParameterEntry],
+        dtype: np.dtype[Any],
+        subject: int = 0,
+    ) -> StateBytes:
         """Return all ranks' pieces as whole arrays, on every rank. Collective.
 
         Parameters
@@ -88,9 +93,11 @@ class StateBytes:
         # elements. All numbers in one array: the parameter's number of dims is the length of a
         # region's box.
         numbers = {entry.name: number for number, entry in enumerate(entries)}
-        rows = [[kind, numbers[region.name], region.start, region.stop,
-                 *itertools.chain(*region.box)]
-                for kind, given in enumerate(pieces.values()) for region, _ in given]  # fmt: skip
+        rows = [
+            [kind, numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
+            for kind, given in enumerate(pieces.values())
+            for region, _ in given
+        ]
         mine = np.array([*itertools.chain(*rows)], np.int64)
         rest = iter(backend.all_gather(mine, subject=subject).tolist())
         regions: list[list[Region]] = [[] for _ in pieces]
@@ -153,11 +160,16 @@ class StateBytes:
                 kinds = [kind for kind in reader.kinds if kind.startswith("optimizer/")]
                 # Before the arrays are read, because they may be large.
                 cls(found, {kind: {} for kind in kinds}).require_rule(rule, alone=True)
-                return cls(found, {
-                    kind: {entry.name: reader.read_whole(kind, entry)
-                           for entry in reader.held(kind)}
-                    for kind in kinds
-                })  # fmt: skip
+                return cls(
+                    found,
+                    {
+                        kind: {
+                            entry.name: reader.read_whole(kind, entry)
+                            for entry in reader.held(kind)
+                        }
+                        for kind in kinds
+                    },
+                )
             except ValueError as error:
                 raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
 

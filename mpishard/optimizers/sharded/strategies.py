@@ -111,8 +111,9 @@ class _MeshOptimizer(ShardedOptimizerBase):
         super().__init__(wrapped_optimizer, config)
         own = type(self).__name__
         named = set(inspect.signature(type(self)).parameters) | {"wrapped_model"}
-        known = [name for name in inspect.signature(self.model_class).parameters
-                 if name not in named]  # fmt: skip
+        known = [
+            name for name in inspect.signature(self.model_class).parameters if name not in named
+        ]
         for name in options:
             if name not in known:
                 raise TypeError(
@@ -369,6 +370,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
         if getattr(input_data, "checkpoint", "") is None and self.rank == 0:
             _log.warning(
                 "%s without checkpoint=FOLDER: if the number of ranks changes, training starts "
-                "from the beginning", type(self).__name__,
-            )  # fmt: skip
+                "from the beginning",
+                type(self).__name__,
+            )
         return super().optimize(input_data)

@@ -235,9 +235,11 @@ class ndarray:  # noqa: N801 - CuPy's name
         while source.ndim and source.shape[0] == 1:
             source = source[0]
         # Empty arrays are never alike: a new one has strides of 0, and a slice has its own.
-        is_alike = is_basic and source.size > 0 and (
-            (target.shape, target.strides) == (source.shape, source.strides)
-        )  # fmt: skip
+        is_alike = (
+            is_basic
+            and source.size > 0
+            and ((target.shape, target.strides) == (source.shape, source.strides))
+        )
         if is_alike and target.ctypes.data == source.ctypes.data:
             return
         if is_alike and target.flags.c_contiguous and target.dtype == source.dtype:

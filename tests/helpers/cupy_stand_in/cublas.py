@@ -22,11 +22,31 @@ class CuBLAS:
     CUBLAS_GEMM_DEFAULT = -1
 
     def gemmStridedBatchedEx(  # noqa: N802 - CuPy's name
-        self, handle: int, transa: int, transb: int, m: int, n: int, k: int, alpha: int,
-        A: int, Atype: int, lda: int, strideA: int, B: int, Btype: int, ldb: int, strideB: int,
-        beta: int, C: int, Ctype: int, ldc: int, strideC: int, batchCount: int, computeType: int,
+        self,
+        handle: int,
+        transa: int,
+        transb: int,
+        m: int,
+        n: int,
+        k: int,
+        alpha: int,
+        A: int,
+        Atype: int,
+        lda: int,
+        strideA: int,
+        B: int,
+        Btype: int,
+        ldb: int,
+        strideB: int,
+        beta: int,
+        C: int,
+        Ctype: int,
+        ldc: int,
+        strideC: int,
+        batchCount: int,
+        computeType: int,
         algo: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write ``C = op(A) op(B)`` of column-major matrices, with operands rounded as asked."""
         count("launches")
         assert handle == 1

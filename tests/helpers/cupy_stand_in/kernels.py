@@ -296,8 +296,10 @@ def _library(code: str, name: str, parameters: tuple[_Parameter, ...]) -> Any:
             source.write_text(text)
             done = subprocess.run(
                 [program, *_OPTIONS, str(source), "-o", str(made)],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, f"{name} does not compile:\n{done.stderr}"
             made.replace(library)
     function = ctypes.CDLL(str(library)).run_on_host

@@ -335,9 +335,15 @@ class Communicator:
         self._add(stream, (sendbuff, recvbuff), "broadcast", count, datatype, None, root)
 
     def reduce(
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int,
+        self,
+        sendbuf: int,
+        recvbuf: int,
+        count: int,
+        datatype: int,
+        op: int,
+        root: int,
         stream: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._add(stream, (sendbuf, recvbuf), "reduce", count, datatype, op, root)
 
     def allReduce(  # noqa: N802
@@ -408,9 +414,15 @@ class Communicator:
             self._under_way += more
 
     def _add(
-        self, stream: int, buffers: tuple[int, int], name: str, count: int, kind: int,
-        operation: int | None, peer: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        stream: int,
+        buffers: tuple[int, int],
+        name: str,
+        count: int,
+        kind: int,
+        operation: int | None,
+        peer: int | None,
+    ) -> None:
         values = (stream, *buffers, count, kind, operation or 0, peer or 0)
         if any(type(value) is not int for value in values):
             raise TypeError(f"an integer is required: {name}{values}")

@@ -37,15 +37,35 @@ def _binary(ufunc: Any) -> tuple[Callable[..., Any], ...]:
     return forward, backward, in_place
 
 
-for _name in ("sum", "prod", "max", "min", "mean", "var", "any", "all", "argmax", "argmin",
-              "cumsum"):  # fmt: skip
+for _name in (
+    "sum",
+    "prod",
+    "max",
+    "min",
+    "mean",
+    "var",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+    "cumsum",
+):
     setattr(ndarray, _name, _reduction(_name))
 for _name, _ufunc in {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide,
-    "floordiv": np.floor_divide, "mod": np.remainder, "pow": np.power, "matmul": np.matmul,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "lshift": np.left_shift, "rshift": np.right_shift,
-}.items():  # fmt: skip
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.true_divide,
+    "floordiv": np.floor_divide,
+    "mod": np.remainder,
+    "pow": np.power,
+    "matmul": np.matmul,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "lshift": np.left_shift,
+    "rshift": np.right_shift,
+}.items():
     for _prefix, _method in zip(("", "r", "i"), _binary(_ufunc), strict=True):
         setattr(ndarray, f"__{_prefix}{_name}__", _method)
 for _name in ("less", "less_equal", "equal", "not_equal", "greater", "greater_equal"):

@@ -10,8 +10,8 @@ from mpishard.pipeline import (
     ZeroBubbleH1Schedule,
     ZeroBubbleH2Schedule,
     ZeroBubbleVSchedule,
+    simulate,
 )
-from mpishard.pipeline.planning import simulate
 
 
 def test_figures_of_a_small_pipeline():

@@ -123,8 +123,10 @@ def init(backend: BackendName = "auto", *, on_failure: OnFailure = "abort") -> C
         _logger.warning(
             "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
             "processor: export OPENBLAS_CORETYPE=%s, or start with mpishard run, which sets it",
-            loaded, better, better,
-        )  # fmt: skip
+            loaded,
+            better,
+            better,
+        )
     return made
 
 

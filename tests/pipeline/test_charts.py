@@ -12,10 +12,12 @@ from mpishard.pipeline import (
     PipelineOperationType,
     StageTimes,
     ZeroBubbleH1Schedule,
+    plot_timelines,
     schedule_by_name,
+    simulate,
+    text_chart,
 )
 from mpishard.pipeline import planning as charts
-from mpishard.pipeline.planning import plot_timelines, simulate, text_chart
 
 
 def test_text():
@@ -94,16 +96,19 @@ def test_picture_shows_each_operation(name):
     timeline = simulate(schedule_by_name(name), 2, 3, StageTimes(1, 2, 3))
     axes = Axes()
     charts._draw(axes, timeline, 0.5, charts._ROW)
-    blends = [lambda colour, v=v, k=k: charts._paler(colour, 0.6 * k / max(v - 1, 1))
-              for k in range(v)]  # fmt: skip
+    blends = [
+        lambda colour, v=v, k=k: charts._paler(colour, 0.6 * k / max(v - 1, 1)) for k in range(v)
+    ]
     bars, texts = [], []
     for rank, timed in enumerate(timeline.ranks):
         for operation, _, start, end in timed:
             paint = blends[operation.virtual_stage_index]
             texts.append((rank, (start + end) / 2, str(operation.micro_batch_index)))
             if operation.type is PipelineOperationType.BACKWARD:
-                bars += [(rank, paint(charts._INPUT), start, start + 2),
-                         (rank, paint(charts._WEIGHT), start + 2, end)]  # fmt: skip
+                bars += [
+                    (rank, paint(charts._INPUT), start, start + 2),
+                    (rank, paint(charts._WEIGHT), start + 2, end),
+                ]
             else:
                 colour = {
                     PipelineOperationType.FORWARD: charts._FORWARD,
