@@ -124,7 +124,7 @@ def as_distributed(
     strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid", "none"} \
 or DistributedStrategy
         The strategy, or a name of `register_strategy`; "none" returns the object itself.
-    precision : {"bfloat16"}, optional
+    precision : {"bfloat16", "tf32"}, optional
         The precision of `ShardingConfiguration`. A given configuration is not changed. Default:
         the configuration's precision.
     **degrees

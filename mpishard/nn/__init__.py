@@ -4,6 +4,7 @@ Begin with ``layers/layer.py``, the interface of a layer, and ``models/model.py`
 layers with a loss and one flat vector of parameters. The chapters, in the order in which they may
 import each other:
 
+* ``device_passes``: kernels of layers and losses for arrays on a GPU.
 * ``layers``: descriptions of parameters, forward and backward; no layer holds an array.
 * ``losses``: weighted sums, so that averages over ranks and micro-batches are correct.
 * ``graph``: a model's computation as nodes that a program can walk.

@@ -81,9 +81,9 @@ _HINTS = {
 
 
 def _precision(name: str, value: Any) -> str | None:
-    if value is not None and not (isinstance(value, str) and value == "bfloat16"):
+    if value is not None and not (isinstance(value, str) and value in ("bfloat16", "tf32")):
         raise ValueError(
-            f'{name} must be "bfloat16", or None for the model\'s own dtype; got {value!r}'
+            f'{name} must be "bfloat16", "tf32", or None for the model\'s own dtype; got {value!r}'
             + _HINTS.get(str(value), "")
         )
     return value
@@ -159,11 +159,13 @@ class ShardingConfiguration:
     allow_nonfinite : bool
         Continue if a loss or gradient is infinite or NaN, instead of raising `NonFiniteLossError`
         on every rank before the update.
-    precision : {"bfloat16"}, optional
-        Compute with bfloat16 parameters and activations, while the owners keep float32 parameters
-        and optimizer state: products are summed in float32, and weight gradients are float32.
-        For a float32 model of `mpishard.nn` on the host. Default: None, the model's dtype. See
-        the page "Mixed precision". float16 is not offered, because it needs loss scaling.
+    precision : {"bfloat16", "tf32"}, optional
+        For a float32 model of `mpishard.nn`. On the host "bfloat16" computes with bfloat16
+        parameters and activations, while the owners keep float32 parameters and optimizer state:
+        products are summed in float32, and weight gradients are float32. On a GPU both round the
+        operands of products alone, and all arrays stay float32; the host refuses "tf32". Default:
+        None, the model's dtype. See the page "Mixed precision". float16 is not offered, because it
+        needs loss scaling.
     replica_size : int or "node", optional
         Number of consecutive ranks that hold one replica of the model together, for
         `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer`.
@@ -326,7 +328,9 @@ class ShardingConfiguration:
     cpu_offload_gradients: bool = _choice(as_flag, "True if its reduced gradients are there.")
     cpu_offload_parameters: bool = _choice(as_flag, "True if its owned pieces are there.")
     gradient_leaves: int | None = _choice(_power_of_two, "V, the largest world with equal bits.")
-    precision: str | None = _choice(_precision, "bfloat16, or None for the model's own dtype.")
+    precision: str | None = _choice(
+        _precision, "bfloat16, tf32, or None for the model's own dtype."
+    )
     allow_nonfinite: bool = _choice(as_flag, "Whether training survives an infinite or NaN loss.")
 
     # The backend compares calls, so that it holds this choice.

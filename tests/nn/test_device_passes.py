@@ -15,11 +15,14 @@ from cupy_stand_in.counts import Counts, counting
 
 from mpishard import nn
 from mpishard.arrays import read_numbers, to_host
+from mpishard.bfloat16 import rounded
 from mpishard.data import Samples, map_arrays
 from mpishard.nn import device_passes
+from mpishard.nn.device_passes.products import rounded_to_bfloat16
 from mpishard.nn.layers import attention
 from mpishard.nn.layers.dropout import MaskStream
 from mpishard.nn.layers.layer import GradientTargets
+from mpishard.nn.layers.products import product
 from mpishard.sharding import ParameterTable
 
 WIDTHS = [1, 7, 1000, 1024, 1025, 50257]
@@ -315,3 +318,55 @@ def test_a_gpt_of_12_layers_takes_700_operations_and_one_read(on_device: bool, g
     assert counts.operations <= 700
     if is_stand_in:
         assert (counts.reads, counts.waits) == (3 if on_device else 1, 0)
+
+
+UNITS = {"tf32": 2.0**-11, "bfloat16": 2.0**-9}
+PRODUCTS = {
+    "matrices": lambda a, b: (a, b),
+    "both transposed": lambda a, b: (a.swapaxes(-1, -2).copy().swapaxes(-1, -2),
+                                     b.swapaxes(-1, -2).copy().swapaxes(-1, -2)),
+    "parts of rows": lambda a, b: (a[..., 1:], b[..., 1:, 2:]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize("layout", PRODUCTS)
+@pytest.mark.parametrize("precision", UNITS)
+def test_products_of_rounded_operands(precision: str, layout: str, batch: Any, gpu: Any) -> None:
+    host = values((*batch, 33, 70), 1), values((*batch, 70, 41), 2)
+    a, b = PRODUCTS[layout](*host)
+    exact, bound = a @ b, np.abs(a) @ np.abs(b)
+    place = Place(gpu, "float32")
+    far = PRODUCTS[layout](*map(place, host))
+    whole = gpu.zeros((*exact.shape[:-1], exact.shape[-1] + 1), "f4")
+    places = [None, gpu.empty(exact.shape, "f4"), whole[..., 1:]]
+    with device_passes.products_in(precision):
+        found = [to_host(product(*far, out)) for out in places]
+    for result in found:
+        error = np.abs(result - exact)
+        assert (error <= 2.2 * UNITS[precision] * bound).all()
+        # cuBLAS may round for TF32, and need not.
+        assert precision == "tf32" or error.max() > 0.02 * UNITS[precision] * bound.max()
+    np.testing.assert_array_equal(to_host(whole)[..., 1:], found[0])
+    np.testing.assert_array_equal(to_host(whole)[..., 0], 0)
+    # Outside of the block, and of float64, nothing is rounded.
+    assert_near(product(*far), exact, "float32")
+    with device_passes.products_in(precision):
+        assert_near(product(*PRODUCTS[layout](*map(gpu.asarray, host))), exact, "float64")
+
+
+@pytest.mark.parametrize("shapes", [((0, 3), (3, 2)), ((2, 0), (0, 2)), ((4, 3), (5, 3, 2))])
+def test_products_of_nothing_and_of_one_matrix_with_many(shapes: Any, gpu: Any) -> None:
+    a, b = values(shapes[0], 1), values(shapes[1], 2)
+    place = Place(gpu, "float32")
+    with device_passes.products_in("bfloat16"):
+        found = to_host(product(place(a), place(b)))
+    np.testing.assert_allclose(found, a @ b, rtol=0, atol=0.05)
+
+
+def test_a_gpu_rounds_to_bfloat16_as_the_host_does(gpu: Any) -> None:
+    words = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint64).astype(np.uint32)
+    words[:6] = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001, 0xFFC00000, 0x3F808000]
+    x = words.view(np.float32)
+    expected = rounded(x).view(np.uint16)
+    np.testing.assert_array_equal(to_host(rounded_to_bfloat16(gpu.asarray(x))), expected)

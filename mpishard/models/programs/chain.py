@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.nn.device_passes import products_in
 from mpishard.nn.layers.layer import Context, GradientTargets, Layer
 from mpishard.sharding import ParameterEntry, Unit, nested_views, unit_at
 
 Reduce = Callable[[Unit], None]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _in_precision(method: _Method) -> _Method:
+    """Let a method of a `LayerChain` compute products on a GPU in the chain's precision."""
+
+    @functools.wraps(method)
+    def run(chain: LayerChain, *args: Any, **kwargs: Any) -> Any:
+        with products_in(chain.precision):
+            return method(chain, *args, **kwargs)
+
+    return cast("_Method", run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +158,15 @@ class LayerChain:
         Indices of units.
     recomputed : sequence of range
         Segments of the chain's layers that are computed again in backward.
+    precision : {"tf32", "bfloat16"}, optional
+        Numbers to which a GPU rounds the operands of products. Default: the model's dtype.
     """
 
     def __init__(
         self, held: HeldLayers, first: int, stop: int, kept: frozenset[int],
-        recomputed: Sequence[range] = (),
+        recomputed: Sequence[range] = (), *, precision: str | None = None,
     ) -> None:  # fmt: skip
+        self.precision = precision
         self._held = held
         self._layers = held.layers
         self._range = range(first, stop)
@@ -227,6 +244,7 @@ class LayerChain:
 
     # --------------------------------------------------------------------------------- computing
 
+    @_in_precision
     def forward(
         self, parameters: ParameterStore, x: Array, context: Context
     ) -> tuple[Array, list[Any]]:
@@ -269,6 +287,7 @@ class LayerChain:
             if unit.index in self._kept:
                 parameters.reshard(unit)
 
+    @_in_precision
     def backward(
         self,
         parameters: ParameterStore,
@@ -325,6 +344,7 @@ class LayerChain:
         activations.clear()  # layers before the first trained one need no gradient
         return dy
 
+    @_in_precision
     def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:
         """Run the other half, last layer first; ``reduce`` as in `backward`."""
         unwritten: set[str] = set()

@@ -52,14 +52,14 @@ class LayeredProgram(Program):
     model : ILayeredModel
         Structure, initial parameters and loss.
     config : ShardingConfiguration
-        All ranks, the size of units, and whether layers compute in bfloat16. If so, the units of
-        the store are bfloat16, too; inputs are rounded, and the loss is computed in float32.
+        All ranks, the size of units, and whether layers compute in bfloat16. If so, and on the
+        host, the units of the store are bfloat16, too; inputs are rounded, and the loss is computed
+        in float32.
     """
 
     _model: ILayeredModel
 
     def __init__(self, model: ILayeredModel, config: ShardingConfiguration) -> None:
-        self._mixed = config.precision is not None
         self.replica = Replica(config.communication_backend)
         self._minimum_unit_size = config.minimum_parameter_group_size
         self._input_shape = model.get_all_layer_info()[0].input_shape
@@ -67,6 +67,9 @@ class LayeredProgram(Program):
         self.dtype = model.dtype
         self.device = getattr(model, "device", HOST)
         self._put = self.device.put if self.device.is_gpu else to_host
+        # A GPU rounds the operands of products alone; the host computes whole layers in bfloat16.
+        self._mixed = config.precision is not None and not self.device.is_gpu
+        self._products = config.precision if self.device.is_gpu else None
         self.is_random = any(layer.is_random for layer in model.layers)
         self.seed = int(getattr(model, "seed", 0))
         self._use(model)
@@ -85,7 +88,7 @@ class LayeredProgram(Program):
         # Backward begins with the last unit, and a unit that is reused would be gathered again:
         # neither is released after forward.
         self.kept = held.reused | {held.units[-1].index}
-        self.chains = [LayerChain(held, 0, len(held.layers), self.kept)]
+        self.chains = [LayerChain(held, 0, len(held.layers), self.kept, precision=self._products)]
 
     def freeze(self, names: frozenset[str]) -> None:
         super().freeze(names)

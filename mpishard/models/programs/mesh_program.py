@@ -99,7 +99,13 @@ class MeshProgram(LayeredProgram):
             # Backward begins with the last unit, which would otherwise be gathered twice.
             self.kept |= {self.units[-1].index}
         self.chains = [
-            LayerChain(held, *bounds, self.kept, self._recomputed(virtual, bounds[0]))
+            LayerChain(
+                held,
+                *bounds,
+                self.kept,
+                self._recomputed(virtual, bounds[0]),
+                precision=self._products,
+            )
             for virtual, bounds in enumerate(layout.ranges)
         ]
         self._chains_by_token: list[LayerChain] | None = None
@@ -207,7 +213,8 @@ class MeshProgram(LayeredProgram):
                 choices = replace(self.choices, sequence_parallel=False)
                 layout = StageLayout(self._model, choices, self._minimum_unit_size)
                 self._chains_by_token = [
-                    LayerChain(layout.held, *bounds, self.kept) for bounds in layout.ranges
+                    LayerChain(layout.held, *bounds, self.kept, precision=self._products)
+                    for bounds in layout.ranges
                 ]
             chains = self._chains_by_token
         batch = Batch(x, None, None, Context(training=False, cache=cache))

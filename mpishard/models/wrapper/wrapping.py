@@ -70,7 +70,7 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     if isinstance(model, ILayeredModel | IPlaceableModel):
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises if they are taken
     if config.precision is not None:
-        require_bfloat16(model)
+        require_precision(model, config.precision)
     if isinstance(model, ILayeredModel):
         return LayeredProgram(model, config)
     if isinstance(model, IPlaceableModel):
@@ -78,20 +78,20 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     return OpaqueProgram(model, config.communication_backend)
 
 
-def require_bfloat16(model: Any) -> None:
-    """Refuse a model that cannot be computed in bfloat16. Communicates nothing.
+def require_precision(model: Any, precision: str) -> None:
+    """Refuse a model that cannot be computed in a precision. Communicates nothing.
 
     Raises
     ------
     ValueError
-        For a model that computes in a dtype of its own; for layers without bfloat16, naming them;
-        on a GPU; for a model whose own parameters are not float32.
+        For a model that computes in a dtype of its own; for a model whose own parameters are not
+        float32; on the host for "tf32", and for layers without bfloat16, naming them.
     """
-    if obstacle := _obstacle_to_bfloat16(model):
-        refuse_for_model('precision="bfloat16"', type(model).__name__, obstacle)
+    if obstacle := _obstacle(model, precision):
+        refuse_for_model(f'precision="{precision}"', type(model).__name__, obstacle)
 
 
-def _obstacle_to_bfloat16(model: Any) -> str | None:
+def _obstacle(model: Any, precision: str) -> str | None:
     if not isinstance(model, ILayeredModel | IPlaceableModel):
         return OWN_DTYPE
     if isinstance(model, IPlaceableModel) and (obstacle := model.obstacle_to_bfloat16()):
@@ -102,7 +102,12 @@ def _obstacle_to_bfloat16(model: Any) -> str | None:
             "dtype=numpy.float32"
         )
     if getattr(model, "device", HOST).is_gpu:
-        return "is on a GPU: leave precision=None, because only the host has this precision yet"
+        return None  # Only the operands of products are rounded, whatever the layers are.
+    if precision == "tf32":
+        return (
+            "is on the host: only GPUs have TF32. Leave precision=None for products of float32, or "
+            'take "bfloat16"'
+        )
     layers = model.layers if isinstance(model, ILayeredModel) else ()
     without = sorted({type(leaf).__name__ for one in layers for leaf in _without(one)})
     if not without:
@@ -124,7 +129,8 @@ def _without(layer: Layer) -> list[Layer]:
 def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     """Warn on rank 0 if bfloat16 products are computed as float32, with both speeds."""
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
-    if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
+    is_slow = config.precision is not None and is_ours and not program.device.is_gpu
+    if not is_slow or backend.rank != 0 or library() is not None:
         return
     # Measured, because the loss of speed depends on the processor.
     speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
@@ -259,7 +265,7 @@ def build_engine(
         return OffloadedGradients(store, layout) if is_offloaded else store
 
     parameters: ParameterStore
-    if config.precision is not None:
+    if config.precision is not None and not on_gpu:
         parameters = make_mixed_store(layout, policy)
     elif on_gpu and config.cpu_offload_parameters:
         parameters = OffloadedParameters(make_parameter_store(layout.on_host, policy), layout)

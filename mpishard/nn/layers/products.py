@@ -1,6 +1,7 @@
 """Matrix products of the layers, in the dtype of their operands.
 
-NumPy or CuPy multiplies float32 and float64. The processor's unit for bfloat16 multiplies bfloat16,
+NumPy or CuPy multiplies float32 and float64; a GPU may round float32 operands first, as
+`mpishard.nn.device_passes.products_in` says. The processor's unit for bfloat16 multiplies bfloat16,
 through `mpishard.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
 float32, which represents each of them exactly.
 """
@@ -15,6 +16,7 @@ from numpy.typing import DTypeLike
 
 from mpishard.arrays import NAMESPACES, Array
 from mpishard.bfloat16 import BFLOAT16, round_into, widened
+from mpishard.nn import device_passes
 from mpishard.onednn import library
 
 
@@ -32,7 +34,12 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
         Vector of shape (M,) that is added to each row.
     """
     if a.dtype != BFLOAT16:
-        y = NAMESPACES[type(a)].matmul(a, b, out=out)
+        xp = NAMESPACES[type(a)]
+        precision = None if xp is np else device_passes.precision_of(a)
+        if precision is None:
+            y = xp.matmul(a, b, out=out)
+        else:
+            y = device_passes.multiply(a, b, out, precision)
         if bias is not None:
             y += bias
         return y

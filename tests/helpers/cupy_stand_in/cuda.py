@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import threading
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from cupy_stand_in.counts import count
+from cupy_stand_in.cublas import CuBLAS
 
 __all__ = ["Cuda", "Memory", "current"]
 
@@ -128,6 +130,7 @@ class _Runtime:
     """``cupy.cuda.runtime``."""
 
     CUDARuntimeError = CUDARuntimeError
+    CUDA_R_32F, CUDA_R_16BF = 0, 14
     memory = 8 * 2**30, 8 * 2**30
 
     def __init__(self, device_count: int) -> None:
@@ -160,6 +163,8 @@ class Cuda:
     def __init__(self, device_count: int) -> None:
         self.runtime = _Runtime(device_count)
         self.Device = type("Device", (_Device,), {"count": device_count})
+        self.cublas = CuBLAS()
+        self.device = SimpleNamespace(get_cublas_handle=lambda: 1)
         self.pinned_bytes = 0
         """Of all pinned memory that was ever asked for."""
         current.device = 0
