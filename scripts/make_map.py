@@ -37,7 +37,7 @@ _ROW, _GAP, _NAME, _LANE, _LEGEND, _WIDTH = 26, 4, 250, 26, 470, 760
 def layers() -> list[list[str]]:
     """The rooms of each layer of the contract, the topmost first."""
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (found,) = (c["layers"] for c in linter["contracts"] if c["containers"] == ["mpishard"])
+    (found,) = (c["layers"] for c in linter["contracts"] if c.get("containers") == ["mpishard"])
     return [[name.strip("() ") for name in layer.split("|")] for layer in found]
 
 

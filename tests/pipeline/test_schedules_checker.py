@@ -143,12 +143,12 @@ def test_a_deadlock_names_the_operations():
     assert str(caught.value).splitlines() == [
         "1F1B with 2 ranks and 2 micro-batches comes to a stop:",
         (
-            f"  rank 0 waits at its operation 1, {b0}; its forward in global stage 0 is operation 3 "
-            "of rank 0, not yet done"
+            f"  rank 0 waits at its operation 1, {b0}; its forward in global stage 0 is "
+            "operation 3 of rank 0, not yet done"
         ),
         (
-            f"  rank 0 waits at its operation 1, {b0}; its backward in global stage 1 is operation 1 "
-            "of rank 1, not yet done"
+            f"  rank 0 waits at its operation 1, {b0}; its backward in global stage 1 is "
+            "operation 1 of rank 1, not yet done"
         ),
         (
             "  rank 1 waits at its operation 0, forward of micro-batch 0 in global stage 1; its "
