@@ -220,6 +220,17 @@ def test_cross_entropy_of_weighted_targets(dtype: str, gpu: Any) -> None:
     assert_near(loss.backward(found[2]), loss.backward(saved), dtype)
 
 
+def test_a_row_of_weight_0_counts_for_nothing_whatever_its_logits(gpu: Any) -> None:
+    logits = values((3, 4), 1)
+    logits[1, 0] = np.inf
+    weights = np.array([1.0, 0.0, 2.0])
+    target = Samples((gpu.asarray([0, 1, 2]), gpu.asarray(weights)))
+    total, weight, saved = nn.CrossEntropy().forward(gpu.asarray(logits), target)
+    assert np.isfinite(read_numbers([total]))
+    assert read_numbers([weight]) == [3.0]
+    np.testing.assert_array_equal(to_host(saved)[1], 0)
+
+
 @pytest.mark.parametrize("target", [4, -2, 2**40])
 def test_a_target_that_is_no_class_is_refused_or_gives_nan(target: int, gpu: Any) -> None:
     targets, loss = gpu.asarray([0, target, -1]), nn.CrossEntropy()
@@ -307,9 +318,11 @@ def test_positions_fewer_than_the_context(dtype: str, gpu: Any) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_gpt_of_12_layers_takes_700_operations_and_one_read(on_device: bool, gpu: Any) -> None:
     """A read for the loss at the end, and one for each check of data that lie on the GPU."""
-    model = nn.GPT(vocabulary_size=17, context_length=6, width=8, heads=2, layers=12, device="cuda")
+    model = nn.GPT(
+        vocabulary_size=17, context_length=32, width=8, heads=2, layers=12, device="cuda"
+    )
     generator = np.random.default_rng(0)
-    x, y = (generator.integers(0, 17, (2, 6)) for _ in range(2))
+    x, y = (generator.integers(0, 17, (4, 32)) for _ in range(2))
     if on_device:
         x, y = gpu.asarray(x), gpu.asarray(y)
     is_stand_in = hasattr(gpu, "__stand_in__")
@@ -366,7 +379,9 @@ def test_products_of_nothing_and_of_one_matrix_with_many(shapes: Any, gpu: Any) 
 
 def test_a_gpu_rounds_to_bfloat16_as_the_host_does(gpu: Any) -> None:
     words = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint64).astype(np.uint32)
-    words[:6] = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001, 0xFFC00000, 0x3F808000]
+    # Infinities, the largest number, NaN, and ties between neighbours.
+    words[:5] = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001, 0xFFC00000]
+    words[5:8] = [0x3F808000, 0x3F818000, 0xBF818000]
     x = words.view(np.float32)
     expected = rounded(x).view(np.uint16)
     np.testing.assert_array_equal(to_host(rounded_to_bfloat16(gpu.asarray(x))), expected)
