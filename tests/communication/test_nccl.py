@@ -286,6 +286,21 @@ def test_async_calls_overlap(world, cupy):
     assert float(works[0].wait()[0]) == world.world_size
 
 
+def test_worlds_may_begin_with_nccl_in_any_order(world, cupy):
+    """The start blocks until all ranks have come, and here they come to two worlds crosswise."""
+    group = world.split(0)
+    starts = [made._communicator._begin() for made in (world, group)]
+    for start in starts:
+        at_once(iter([next(start)]))  # the exchange of the unique id
+    if world.rank % 2:
+        starts.reverse()
+    entries = [next(start) for start in starts]
+    at_once(iter(entries))
+    assert [next(start, None) for start in starts] == [None, None]
+    for made in (world, group):
+        assert float(made.all_reduce(cupy.ones(LARGE))[0]) == world.world_size
+
+
 # --------------------------------------------------------------------------------------- refusals
 
 
