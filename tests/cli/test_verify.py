@@ -834,8 +834,10 @@ class OwnRule(ms.optimizers.SGD):
         (
             (squares(), *data(), {"tensor_parallel_size": 2}),
             None,
-            "has 'tensor_parallel_size', a size of the mesh\n"
-            "give --tensor-parallel-size to the comm",
+            (
+                "has 'tensor_parallel_size', a size of the mesh\n"
+                "give --tensor-parallel-size to the comm"
+            ),
         ),
     ],
 )
