@@ -10,7 +10,7 @@ import pytest
 import mpishard
 
 PACKAGE = Path(mpishard.__file__).parent
-THE_ONE = "settings.py"
+THE_ONE = "base/settings.py"
 A_PROGRAM_OF_ITS_OWN = "cli/run/rank_agent.py"
 """Runs before each rank, without the package: its argument names a variable of the launcher."""
 
