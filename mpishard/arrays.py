@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.kernels import Kernel
+
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
 
@@ -24,6 +26,31 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _CACHE_OF_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_L2_BYTES = 512 * 1024
 _LARGEST_CHUNK_BYTES = 512 * 1024
+
+
+# A block of threads for each block of elements. CuPy's own sums and products take another order for
+# another number of blocks, or another alignment.
+_SQUARES = Kernel(
+    "block_squares",
+    r"""
+extern "C" __global__ void block_squares(double* sums, const T* x, long long count) {
+    __shared__ T parts[256];
+    const int me = threadIdx.x;
+    T squares[4];
+    for (int k = 0; k < 4; k++) {
+        const long long i = 1024LL * blockIdx.x + 256 * k + me;
+        squares[k] = i < count ? mul(x[i], x[i]) : T(0);
+    }
+    parts[me] = add(add(squares[0], squares[1]), add(squares[2], squares[3]));
+    for (int half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (me < half) parts[me] = add(parts[me], parts[me + half]);
+    }
+    if (me == 0) sums[blockIdx.x] = parts[0];
+}
+""",
+    threads=256,
+)
 
 
 class _Namespaces(dict[type, ModuleType]):
@@ -171,17 +198,20 @@ def beside(array: Array, other: Array) -> Array:
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """Do ``target[...] = source``, with each on the host or the current GPU.
+    """Do ``target[...] = source``, with the source on the host or any GPU.
 
     Parameters
     ----------
     target : Array
-        On a GPU, C-contiguous.
+        On the host, or C-contiguous on the current GPU.
     source : Array
         Array of the same shape.
     """
+    if not target.size:
+        return
     if is_device_array(target) == is_device_array(source):
-        target[...] = source
+        # CuPy assigns some shapes by a kernel, which cannot read another device's array.
+        target[...] = beside(source, target)
     elif isinstance(target, np.ndarray):
         contiguous = source.dtype == target.dtype and target.flags.c_contiguous
         target[...] = source.get(out=target) if contiguous else source.get()
@@ -225,10 +255,11 @@ def stretched(array: Array, length: int) -> Array:
 
 
 def synchronize(array: Array) -> None:
-    """Wait until the GPU has finished this thread's work; do nothing for a host array."""
+    """Wait until the array's GPU has finished this thread's work; nothing for a host array."""
     xp = array_namespace(array)
     if xp is not np:
-        xp.cuda.get_current_stream().synchronize()
+        with xp.cuda.Device(array.data.device_id):
+            xp.cuda.get_current_stream().synchronize()
 
 
 @functools.cache  # once in a process
@@ -276,20 +307,24 @@ def _device_bytes(xp: ModuleType, device: int) -> int:
 def block_squares(array: Array) -> Array:
     """Sums of squares of blocks of 1024 elements, the last one shorter, in float64.
 
-    The bits of each sum depend on the block's values alone: not on the sizes of caches, nor on the
-    number of BLAS threads, because BLAS is not used.
+    The bits of each sum depend on the block's values alone: not on the number of blocks, on where
+    they lie, on the sizes of caches or on BLAS threads, because no BLAS is used. A GPU has other
+    bits than the host. The sums are taken in the array's dtype.
 
     Parameters
     ----------
     array : Array
-        1-D, of n elements.
+        1-D, of n elements; on a GPU contiguous, of float32 or float64.
 
     Returns
     -------
     Array
         Shape (ceil(n / 1024),).
     """
-    xp = array_namespace(array)
+    if is_device_array(array):
+        sums = array_namespace(array).empty(-(-int(array.size) // SQUARES_BLOCK), np.float64)
+        _SQUARES.launch(sums.size, array.dtype, sums, array, int(array.size))
+        return sums
     blocks, rest = divmod(int(array.size), SQUARES_BLOCK)
     # Blocks of one length give the same bits however the vector is cut into pieces.
     parts = [array[: array.size - rest].reshape(blocks, SQUARES_BLOCK)]
@@ -297,8 +332,7 @@ def block_squares(array: Array) -> Array:
         parts.append(array[array.size - rest :].reshape(1, rest))
     # An overflow is a result, and no warning: the norm is infinite.
     with np.errstate(over="ignore", invalid="ignore"):
-        sums = [xp.einsum("ij,ij->i", part, part) for part in parts]
-    return xp.concatenate(sums).astype(xp.float64)
+        return np.concatenate([np.einsum("ij,ij->i", p, p) for p in parts]).astype(np.float64)
 
 
 @functools.cache  # once in a process

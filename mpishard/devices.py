@@ -16,6 +16,8 @@ import numpy as np
 from mpishard.arrays import Array, beside, is_device_array, to_host
 from mpishard.errors import DeviceUnavailableError
 
+_INSTALL = "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
+
 
 def load_cupy() -> ModuleType:
     """Import and return ``cupy``.
@@ -29,8 +31,7 @@ def load_cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise DeviceUnavailableError(
-            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: "
-            "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
+            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: {_INSTALL}"
         ) from error
     return cupy  # type: ignore[no-any-return]
 
@@ -62,7 +63,7 @@ class Device:
         ValueError
             For another name, or a GPU that this machine does not have.
         DeviceUnavailableError
-            If CuPy is not installed, or finds no GPU.
+            If CuPy is not installed, finds no GPU, or cannot compute on it.
         """
         if isinstance(text, Device):
             return text
@@ -72,10 +73,15 @@ class Device:
         if text == "cpu":
             return HOST
         index = None if match[1] is None else int(match[1])
-        count = _device_count(load_cupy())
+        cupy = load_cupy()
+        count = _device_count(cupy)
         if index is not None and index >= count:
             raise ValueError(f"device {text!r} was asked for, and this machine has GPUs 0 to "
                              f"{count - 1}")  # fmt: skip
+        # A process that computes on a GPU takes some of its memory. If there are several GPUs and
+        # none is named, a rank has its own when the model is wrapped: see `use`.
+        if index is not None or count == 1:
+            _try_out(cupy, index or 0)
         return cls("cuda", index)
 
     @classmethod
@@ -100,9 +106,19 @@ class Device:
         return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
-        """Make the GPU the calling thread's device; do nothing without a number or on the host."""
+        """Make the GPU the calling thread's device, if it has a number; nothing on the host.
+
+        Raises
+        ------
+        DeviceUnavailableError
+            If CuPy cannot compute on the thread's GPU.
+        """
+        if not self.is_gpu:
+            return
+        cupy = load_cupy()
         if self.index is not None:
-            load_cupy().cuda.Device(self.index).use()
+            cupy.cuda.Device(self.index).use()
+        _try_out(cupy, cupy.cuda.runtime.getDevice())
 
     def put(self, array: Array) -> Array:
         """Return ``array``, or a copy of it, on the device."""
@@ -119,8 +135,9 @@ class Device:
         """Allocate host memory, shape (length,), that the GPU reads and writes at full speed."""
         if not self.is_gpu:
             return np.empty(length, dtype)
-        nbytes = length * dtype.itemsize
-        memory = load_cupy().cuda.alloc_pinned_memory(max(1, nbytes))
+        nbytes, cuda = length * dtype.itemsize, load_cupy().cuda
+        # Not from CuPy's pool, which pins up to twice as much: a power of two.
+        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(1, nbytes)), 0)
         return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
 
     def __str__(self) -> str:
@@ -142,3 +159,18 @@ def _device_count(cupy: ModuleType) -> int:
     if count == 0:
         raise DeviceUnavailableError("device='cuda' was asked for, and this process may use no GPU")
     return count
+
+
+@functools.cache
+def _try_out(cupy: ModuleType, number: int) -> None:
+    """Compile and run a kernel and a product: a driver suffices to import CuPy, not for these."""
+    try:
+        with cupy.cuda.Device(number):
+            twos = 2 * cupy.ones((2, 2))
+            (twos @ twos).get()
+    except Exception as error:  # of the compiler, the loader of libraries, or CUDA itself
+        raise DeviceUnavailableError(
+            f"device='cuda' was asked for, and CuPy cannot compute on GPU {number} ({error}). CuPy "
+            f"needs CUDA's headers and libraries beside the driver. Fix: {_INSTALL}; `mpishard "
+            "doctor` tests each GPU"
+        ) from error

@@ -111,7 +111,14 @@ class Kernel:
         if blocks == 0:
             return
         dtype = np.dtype(dtype)
-        given = [dtype.type(value) if type(value) is float else value for value in arguments]
+        # By value: releases of CuPy read None as an address of a pointer, or as a pointer.
+        given = [
+            np.uint64(0) if value is None
+            else np.int64(value) if type(value) is int
+            else dtype.type(value) if type(value) is float
+            else value
+            for value in arguments
+        ]  # fmt: skip
         cupy = sys.modules["cupy"]  # whoever has an array of a GPU has loaded it
         _compiled(cupy, self, dtype)((blocks,), (self.threads,), tuple(given))
 

@@ -46,8 +46,6 @@ SPARED = {
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("_Progressing.reduce", "self._across.progress()"): _PROGRESS,
-    ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
-        "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",
 }  # fmt: skip
 
@@ -58,6 +56,8 @@ _MANY_LATE = f"{_LATE}::test_many_steps_are_the_textbooks_on_every_rank"
 _DROPPED = f"{_LATE}::test_a_buffer_is_written_to_when_its_dropped_message_has_ended"
 _COMPRESSED = "optimizers/test_compression.py::test_many_steps_are_the_textbooks"
 TESTED = {
+    ("_copy_all", "synchronize(array)"):
+        "models/test_devices.py::test_what_was_staged_for_an_update_may_change",
     ("ExchangedPasses.again", "engine.world.all_reduce(squares, subject=engine.layout.subject)"):
         f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,

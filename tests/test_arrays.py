@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import platform
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -92,6 +93,44 @@ def test_an_array_that_only_exports_dlpack_is_read_in_its_own_memory(gpu):
         assert arrays.as_array(other) is other
 
 
+def two_gpus(gpu):
+    if gpu.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (1, 4), (4, 1), (2, 3), ()])
+def test_an_array_of_another_gpu_is_copied_whatever_its_shape(shape, gpu):
+    two_gpus(gpu)
+    with gpu.cuda.Device(1):
+        source = gpu.ones(shape)
+    target = gpu.zeros(shape)
+    arrays.copy_into(target, source)
+    assert (target.get() == 1).all()
+
+
+def test_the_gpu_of_an_array_is_waited_for(gpu):
+    two_gpus(gpu)
+    with gpu.cuda.Device(1):
+        array = gpu.zeros(4)
+    arrays.synchronize(array)
+    assert gpu.cuda.runtime.getDevice() == 0
+    errors = []
+
+    def change():
+        try:
+            with gpu.cuda.Device(1):
+                array[...] = 1
+                gpu.cuda.get_current_stream().synchronize()
+        except AssertionError as error:  # of the stand-in: a race
+            errors.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert array.get().tolist() == [1] * 4
+
+
 def test_a_chunk_is_as_many_bytes_for_every_dtype():
     single, double = np.zeros(3, np.float32), np.zeros(3, np.float64)
     assert arrays.chunk_length(single) == 2 * arrays.chunk_length(double) > 1
@@ -113,6 +152,9 @@ def test_freed_memory_is_used_again_without_the_kernel():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_squares_are_added_in_blocks_of_1024(device, dtype):
     """The bits of a block are its own: wherever it lies, and whatever stands behind it."""
+    if device == "cuda":
+        cuda = Device.parse(device).namespace.cuda
+        cuda.varies = {"sizes", "alignment"}  # in the stand-in
     values = np.random.default_rng(0).standard_normal(3 * 1024 + 7).astype(dtype)
     memory = Device.parse(device).put(np.zeros(4 * 1024, dtype))
     whole = arrays.to_host(arrays.block_squares(Device.parse(device).put(values)))

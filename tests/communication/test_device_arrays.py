@@ -1,17 +1,34 @@
 """GPU arrays between ranks: in memory, and under MPI through the host or by their pointers."""
 
+import ctypes
 import logging
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpishard.communication import InMemoryCommunicationBackend
+from mpishard.communication.mpi import messages
 from mpishard.testing.worlds import in_worlds
+
+
+def reads_gpu_memory():
+    """Return what the user says of the MPI library, or else what it says itself."""
+    if "MPISHARD_CUDA_AWARE" in os.environ:
+        return os.environ["MPISHARD_CUDA_AWARE"] == "1"
+    from mpi4py import MPI
+
+    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return ask is not None and bool(ask())
 
 
 @pytest.fixture(params=["0", "1"], ids=["staged", "aware"])
 def way(request, monkeypatch):
     """How MPI gets them; in memory there is no difference."""
+    gives_addresses = request.param == "1" and request.config.getoption("with_mpi")
+    if gives_addresses and request.config.getoption("gpu") and not reads_gpu_memory():
+        pytest.skip("this MPI library is not built for CUDA: it would crash")
     monkeypatch.setenv("MPISHARD_CUDA_AWARE", request.param)
     return request.param
 
@@ -68,6 +85,42 @@ def test_collectives(backend, gpu, way, length):
         ]
 
 
+@in_worlds(1, 2, 3, 4)
+@pytest.mark.parametrize("way", ["1"], ids=["aware"], indirect=True)
+def test_an_mpi_for_cuda_gets_addresses_in_messages_alone(backend, gpu, way, monkeypatch):
+    """Open MPI has no non-blocking collectives of GPU memory.
+
+    The stand-in refuses to give an address while the stream has work, which may use the memory.
+    """
+    use_device_of(backend, gpu)
+    if isinstance(backend, InMemoryCommunicationBackend):
+        pytest.skip("for MPI")
+    given, post = [], messages.post_bytes
+
+    def post_bytes(mpi, function, buffer, *where):
+        if isinstance(buffer, gpu.ndarray):
+            given.append(function.__name__)
+        return post(mpi, function, buffer, *where)
+
+    monkeypatch.setattr(messages, "post_bytes", post_bytes)
+    monkeypatch.setattr(messages.MessageChannel, "ROUND_BYTES", 2000)
+    rank, world = backend.rank, backend.world_size
+    for length in (20, 1001):  # one round, and several
+        for root in range(world):
+            sent = gpu.full(length, float(rank))
+            assert backend.broadcast(sent, root=root) is sent
+            assert (sent.get() == root).all()
+        array = gpu.arange(float(length))
+        for _ in range(2):  # the second has work of the first before it
+            backend.all_reduce(array)
+        assert (array.get() == world**2 * np.arange(length)).all()
+        array = gpu.full((world, length), float(rank))
+        assert (backend.reduce_scatter(array).get() == sum(range(world))).all()
+        whole = backend.all_gather(gpu.full((1, length), float(rank)))
+        assert (whole.get() == np.arange(world)[:, None]).all()
+    assert set(given) == ({"Irecv", "Isend"} if world > 1 else set())
+
+
 @in_worlds(2, 3)
 def test_messages(backend, gpu):
     use_device_of(backend, gpu)
@@ -98,7 +151,21 @@ def test_staging_is_said_once_and_reuses_pinned_memory(backend, gpu, caplog):
     assert len(said) == (backend.rank == 0)
     assert backend.scratch_bytes >= 8000
     if getattr(gpu, "__stand_in__", False):
-        assert gpu.cuda.pinned_bytes == 8000
+        assert gpu.cuda.pinned_bytes == 8000  # which the pool would round up
+
+
+@pytest.mark.mpi
+def test_the_library_is_asked_unless_the_user_says_it(backend, monkeypatch):
+    monkeypatch.delenv("MPISHARD_CUDA_AWARE", raising=False)
+    assert reads_gpu_memory() in (False, True)
+    for answers in ({}, {"MPIX_Query_cuda_support": lambda: 0}):
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda path, answers=answers: SimpleNamespace(**answers)
+        )
+        assert not reads_gpu_memory()
+    for value in ("0", "1"):
+        monkeypatch.setenv("MPISHARD_CUDA_AWARE", value)
+        assert reads_gpu_memory() == (value == "1")
 
 
 def test_the_switch_is_checked(monkeypatch):

@@ -8,9 +8,13 @@ import pytest
 
 from mpishard import nn
 from mpishard.arrays import is_device_array, to_host
-from mpishard.communication import run_in_threads
+from mpishard.communication import InMemoryCommunicationBackend, run_in_threads
+from mpishard.devices import Device
 from mpishard.layout import ShardLayout
 from mpishard.models.engine.evaluation import measured
+from mpishard.models.stores.offload import UpdateStage
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.optimizers import AdamW, OptimizationInputData
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
@@ -170,6 +174,40 @@ def test_rounds_compression_and_drifting(backend, problems, offload, gpu):
         replica.synchronize_gradients()
         found[device] = [to_host(m.gather_full_parameters()) for m in (model, replica)]
     np.testing.assert_allclose(found["cuda"], found["cpu"], rtol=0, atol=1e-12)
+
+
+def test_what_was_staged_for_an_update_may_change(gpu):
+    """The gradients of an update on the GPU come from pinned memory, which the next round uses."""
+    device, backend = Device.parse("cuda"), InMemoryCommunicationBackend(0, 1, "staged")
+    layout = StoreLayout(
+        (), frozenset(), np.dtype(np.float64), backend, MemoryLedger(), device=device
+    )
+    for state, far in ((layout, device.pinned), (layout.on_host, gpu.empty)):
+        arrays = [[far(n, np.dtype(np.float64)) for n in (3, 4)] for _ in range(2)]
+        for array in (*arrays[0], *arrays[1]):
+            array[...] = 1.0
+        with UpdateStage(state).staged(*arrays) as (parameters, gradients):
+            for array in arrays[1]:
+                array[...] = 2.0
+            for array in (*parameters, *gradients):
+                assert is_device_array(array) == (state is layout)
+                assert to_host(array).tolist() == [1.0] * len(array)
+                array[...] = 5.0
+        assert [to_host(array).tolist() for array in arrays[0]] == [[5.0] * 3, [5.0] * 4]
+        for array in parameters:
+            array[...] = 7.0
+        assert [to_host(array).tolist() for array in arrays[0]] == [[5.0] * 3, [5.0] * 4]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_memory_that_is_pinned_is_booked(problems, strategy, gpu, messages_only):
+    def body(backend):
+        model, _ = trained(backend, problems, strategy, ALL)
+        if getattr(gpu, "__stand_in__", False):
+            held = sum(model.memory.held(category, "host") for category in MemoryCategory)
+            assert gpu.cuda.pinned_bytes == held > 0
+
+    run_in_threads(1, body)
 
 
 def test_on_the_host_the_flags_change_nothing_and_say_so_once(problems, caplog):

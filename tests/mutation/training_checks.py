@@ -12,7 +12,7 @@ import pytest
 from cupy_stand_in import installed
 from cupy_stand_in.kernels import compiler
 from registry import CHECKS, PATHS, STEPS, STRATEGIES, as_in_one_process, check, is_late, of
-from worlds import agree, close, copies_under_way, idle, refused, run
+from worlds import agree, close, idle, refused, run
 
 import mpishard as ms
 from mpishard import nn
@@ -338,7 +338,7 @@ def offloads(problems: Any, *what: str) -> None:
 
     if compiler() is None:
         pytest.skip("the stand-in compiles kernels, and this machine has no C++ compiler")
-    with installed(device_count=2), copies_under_way():
+    with installed(device_count=2):
         for strategy in STRATEGIES:
             with idle():
                 run(functools.partial(body, strategy=strategy))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 
 from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
-from mpishard.devices import Device
-from mpishard.models.stores import offload
 
 PATHS = {
     "arena": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "1"},
@@ -113,47 +110,6 @@ def _overlap(a: Any, b: Any) -> bool:
 
 def _name(work: Work) -> str:
     return f"collective {work.awaited.sequence}, {work.awaited}"
-
-
-@contextlib.contextmanager
-def copies_under_way() -> Iterator[None]:
-    """Inside, what an offloaded model copies to a GPU is on its way until the GPU is waited for.
-
-    A copy from pinned memory is, and no other: those from other host memory are buffered, and those
-    to the host are waited for. Nobody may write meanwhile to where it comes from.
-    """
-    copy_into, synchronize, pinned = offload.copy_into, offload.synchronize, Device.pinned
-    per_rank = threading.local()
-    pins: list[Any] = []
-
-    def pin(self: Any, *arguments: Any) -> Any:
-        pins.append(pinned(self, *arguments))
-        return pins[-1]
-
-    def look() -> None:
-        for source, values in vars(per_rank).setdefault("copies", []):
-            np.testing.assert_array_equal(source, values, "changed while it was copied")
-
-    def copy(target: Any, source: Any) -> None:
-        look()
-        copy_into(target, source)
-        if isinstance(target, np.ndarray):
-            if not isinstance(source, np.ndarray):
-                per_rank.copies.clear()
-        elif any(_overlap(source, pin) for pin in pins):
-            per_rank.copies.append((source, source.copy()))
-
-    def wait(array: Any) -> None:
-        look()
-        synchronize(array)
-        per_rank.copies.clear()
-
-    with (
-        mock.patch.object(Device, "pinned", pin),
-        mock.patch.object(offload, "copy_into", copy),
-        mock.patch.object(offload, "synchronize", wait),
-    ):
-        yield
 
 
 def refused(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:

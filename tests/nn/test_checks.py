@@ -13,16 +13,19 @@ def refusal(name):
     return refuse
 
 
+def check_together(first, second, third):
+    with read_together():
+        refuse_if_any(first, refusal("the first"))
+        refuse_if_any(second, refusal("the second"))
+        refuse_if_any(third, refusal("the third"))
+
+
 def test_checks_of_a_block_are_read_once_and_the_first_error_is_raised(gpu):
     none, one = gpu.zeros(1), gpu.ones(1)
     with counting() as counts:
-        with read_together():
-            for _ in range(3):
-                refuse_if_any(none, refusal("nothing"))
-        with pytest.raises(ValueError, match="the second"), read_together():
-            refuse_if_any(none, refusal("the first"))
-            refuse_if_any(one, refusal("the second"))
-            refuse_if_any(one, refusal("the third"))
+        check_together(none, none, none)
+        with pytest.raises(ValueError, match="the second"):
+            check_together(none, one, one)
     if hasattr(gpu, "__stand_in__"):
         assert counts.reads == 2
 
@@ -34,8 +37,11 @@ def test_a_check_outside_of_a_block_is_read_at_once(gpu):
 
 
 def test_an_error_in_a_block_is_raised_before_its_checks_and_leaves_none_behind(gpu):
-    with pytest.raises(KeyError), read_together():
-        refuse_if_any(gpu.ones(1), refusal("a value"))
-        raise KeyError
-    with read_together():
-        pass
+    def fail():
+        with read_together():
+            refuse_if_any(gpu.ones(1), refusal("a value"))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    check_together(gpu.zeros(1), gpu.zeros(1), gpu.zeros(1))

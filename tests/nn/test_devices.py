@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cupy_stand_in import installed
 
-from mpishard import nn
+import mpishard as ms
+from mpishard import devices, nn
 from mpishard.arrays import is_device_array, read_numbers, to_host
 from mpishard.data import Samples, map_arrays
 from mpishard.devices import Device
@@ -216,6 +217,34 @@ def test_without_cupy(monkeypatch):
 def test_without_a_gpu():
     with installed(device_count=0), pytest.raises(DeviceUnavailableError, match="finds no GPU"):
         Device.parse("cuda")
+
+
+def test_with_a_driver_alone():
+    """CuPy can be imported and counts the GPUs, and its first kernel fails."""
+    why = r"GPU {} \(Failed to find CUDA headers.*pip install 'mpishard\[cuda12\]'"
+    for count, device, number in ((1, "cuda", 0), (1, "cuda:0", 0), (2, "cuda:1", 1)):
+        with installed(count, has_headers=False) as cupy:
+            assert cupy.cuda.runtime.getDeviceCount() == count
+            with pytest.raises(DeviceUnavailableError, match=why.format(number)):
+                nn.MLP([2, 2], device=device)
+
+
+def test_with_a_driver_alone_and_several_gpus(monkeypatch):
+    """No rank computes on another rank's GPU, not even to find out whether it can."""
+    tried = []
+    try_out = devices._try_out
+    monkeypatch.setattr(devices, "_try_out", lambda cupy, n: (tried.append(n), try_out(cupy, n)))
+
+    def body(backend):
+        model = nn.MLP([2, 2], device="cuda")
+        with pytest.raises(DeviceUnavailableError, match=f"GPU {backend.rank} .*Failed to find"):
+            ms.as_distributed(model, backend, strategy="ddp")
+
+    with installed(device_count=2, has_headers=False):
+        ms.run_in_threads(2, body)
+        assert sorted(tried) == [0, 1]
+        with pytest.raises(DeviceUnavailableError, match=r"GPU 0 .*Failed to find"):
+            nn.MLP([2, 2], device="cuda").get_parameters()
 
 
 @pytest.mark.parametrize("host", [np.array(3.0), np.ones((3, 4)).T, np.empty((0, 2)), np.ones(2)])

@@ -54,8 +54,10 @@ class Machine:
         path.write_text(text)
         path.chmod(0o755)
 
-    def add_python(self, name: str = "python3.12", text: str = PYTHON) -> None:
-        self.program(self.bin / name, text)
+    def add_python(
+        self, name: str = "python3.12", text: str = PYTHON, first_case: str = ""
+    ) -> None:
+        self.program(self.bin / name, text.replace("in\n", f"in\n    {first_case}\n", 1))
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         self.calls_file.write_text("")

@@ -148,23 +148,77 @@ def test_without_a_gpu_its_tests_are_skipped_and_say_so(machine, nvidia_smi, rea
     assert not machine.venv.exists()
 
 
-@pytest.mark.parametrize(("version", "extra"), [("12.4", "cuda12"), ("13.0", "cuda13")])
-@pytest.mark.parametrize("code", [0, 1])
-def test_gpu_tests(machine, version, extra, code):
-    machine.add_python()
+def with_gpu(machine, version="13.0"):
     machine.program(
         machine.bin / "nvidia-smi",
         f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: one" || echo "| CUDA Version: {version}  |"\n',
     )
+    machine.program(machine.bin / "true.sh", "exit 0\n")
+    return f"{machine.repository}/scripts/test_gpu.sh"
+
+
+@pytest.mark.parametrize(("version", "extra"), [("12.4", "cuda12"), ("13.0", "cuda13")])
+@pytest.mark.parametrize("code", [0, 1])
+def test_gpu_tests(machine, version, extra, code):
+    machine.add_python()
+    script = with_gpu(machine, version)
     pytest_script = machine.folder / "pytest.sh"
     pytest_script.write_text(f"exit {code}\n")
     extras = sorted(["dev", "fast", "mpi", "plot", "test", extra])
     assert machine.prepare(*extras).returncode == 0
     machine.program(machine.venv / "bin/mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')
-    ended = machine.run(
-        "bash", f"{machine.repository}/scripts/test_gpu.sh", "-x", PYTEST=str(pytest_script)
-    )
+    ended = machine.run("bash", script, "-x", PYTEST=str(pytest_script))
     assert ended.returncode == code, ended.stderr
     runs = machine.calls("-m pytest --gpu")
     assert len(runs) == 3
     assert all(run.endswith("-rs -x") for run in runs)
+
+
+def test_gpu_tests_where_nothing_can_be_downloaded(machine):
+    told = '*" install "*) echo "$PIP_NO_INDEX $PIP_FIND_LINKS" >>"$CALLS" ;;'
+    machine.add_python(first_case=told)
+    script, folder = with_gpu(machine), machine.folder / "my wheels"
+    folder.mkdir()
+    assert machine.prepare("mpi").returncode == 0
+    machine.program(machine.venv / "bin/mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')
+    nothing = str(machine.bin / "true.sh")
+    ended = machine.run("bash", script, "--packages", "my wheels", "-x", PYTEST=nothing)
+    assert ended.returncode == 0, ended.stderr
+    url = folder.resolve().as_uri()
+    assert "%20" in url
+    assert machine.calls("file:") == [f"1 {url}"]
+    assert all(run.endswith("-rs -x") for run in machine.calls("-m pytest"))
+    ended = machine.run("bash", script, "--packages", "elsewhere", PYTEST=nothing)
+    assert ended.returncode == 1
+    assert "needs a folder with wheels, got 'elsewhere'" in ended.stderr
+
+
+@pytest.mark.parametrize("mpiexec", ["fits", "of another library", None])
+def test_gpu_tests_in_an_environment_that_is_there(machine, mpiexec):
+    """Nothing is installed, and no plugin is loaded but those that the tests need."""
+    told = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
+    told += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")
+    machine.add_python("their-python", first_case=told)
+    script = with_gpu(machine)
+    if mpiexec is not None:
+        machine.program(machine.bin / "mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')
+    ended = machine.run("bash", script, "--python", "their-python", "-x")
+    assert ended.returncode == 0, ended.stderr
+    assert ("without MPI" in ended.stderr) == (mpiexec != "fits")
+    runs = machine.calls("-m pytest")
+    assert len(runs) == (3 if mpiexec == "fits" else 1)
+    assert all("-p pytest_timeout -p pytest_mpi" in run and run.endswith(" -x") for run in runs)
+    assert len(machine.calls("alone: 1")) == len(runs)
+    assert machine.calls("pip") == []
+    assert not machine.venv.exists()
+
+
+def test_gpu_tests_need_a_gpu_that_computes_and_an_environment_with_what_they_import(machine):
+    broken = '*Device.parse*) echo "mpishard.errors.DeviceUnavailableError: no headers"; exit 1 ;;'
+    lacks = '*find_spec*) echo "cupy rich" ;;'
+    for case, reason in ((broken, "cannot use the GPU: mpishard.err"), (lacks, "lacks cupy rich")):
+        machine.add_python("their-python", first_case=case)
+        ended = machine.run("bash", with_gpu(machine), "--python", "their-python")
+        assert ended.returncode == 1
+        assert reason in ended.stderr
+        assert machine.calls("-m pytest") == []

@@ -81,8 +81,8 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
 _OPERATIONS = ("Allreduce", "Allgatherv", "Alltoallv", "Bcast", "Send")
 """Operations that are tested on GPU memory, each of them blocking and non-blocking."""
 
-_HANDED_OVER = ("Allgatherv", "Alltoallv", "Bcast")
-"""Operations to which mpishard passes pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
+_HANDED_OVER = "Send"
+"""Operation to which mpishard passes pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
 
 _ASK_CUPY = """
 import cupy
@@ -148,14 +148,16 @@ def _cupy(cuda: int | None) -> Finding | None:
     uninstall = pip_install().replace(" install ", " uninstall -y ")
     if not packages and cuda is None:
         return None
-    install = pip_install(f"{fitting}[ctk]")  # ctk: parts of the CUDA toolkit, as wheels
+    # ctk: the parts of CUDA that CuPy needs beside the driver, as wheels. CuPy 13 has none.
+    wanted = f"{fitting}[ctk]>=14"
+    install = pip_install(wanted)
     if not packages:
         text = "not installed, so that models cannot use the GPU"
         return Finding("gpu.cupy", text, None, install)
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
         text = f"several packages are installed over each other's files: {names}"
-        fix = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
+        fix = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', wanted)}"
         return Finding("gpu.cupy", text, names, fix, is_problem=True)
     answer = ask(python_command(_ASK_CUPY), _LIMIT_SECONDS["cupy"])
     if answer.found is not None:
@@ -182,7 +184,7 @@ def _cuda_aware(launcher: Launcher) -> Finding:
             how = f"fails ({shortened(why_it_failed(answer, command).text, 60)})"
         texts.append(f"{operation} {how}")
     text = f"on GPU memory: {', '.join(texts)}"
-    is_able, is_told = all(works[each] for each in _HANDED_OVER), settings.cuda_aware()
+    is_able, is_told = works[_HANDED_OVER], settings.cuda_aware()
     if is_told and not is_able:
         text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
         fix = "unset MPISHARD_CUDA_AWARE"

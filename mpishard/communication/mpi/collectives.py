@@ -314,10 +314,12 @@ class Collectives:
         else:
             yield from self.turn(call)
             flat = array.reshape(-1)
-            channel = self._group.messages if self._by_pointer else self._group.channel
-            step = channel.bytes_all // flat.itemsize
+            send, step = self._group.channel.broadcast, self._group.channel.bytes_all
+            if self._by_pointer:
+                send, step = self._group.messages.broadcast_pieces, self._group.messages.bytes_all
+            step //= flat.itemsize
             for low in range(0, flat.size, step):
-                yield from channel.broadcast(flat[low : low + step], root)
+                yield from send(flat[low : low + step], root)
         return array
 
     def scatter(

@@ -21,6 +21,7 @@ from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
 from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
+from mpishard.layout import ShardLayout
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -196,7 +197,13 @@ class MessageChannel:
         yield from self.move([parts[self._rank]] * self._world_size, parts)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
-        """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it."""
+        """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it.
+
+        All arrays lie on one device.
+        """
+        # Before anything is posted: the GPU may still write to what is sent, and CuPy gives memory
+        # that a kernel still reads to the next array, which may be one to receive.
+        synchronize(outgoing[self._rank])
         # In flight before anything is posted, so that an exception between two posts frees no
         # memory that MPI uses.
         requests: list[Any] = []
@@ -208,17 +215,37 @@ class MessageChannel:
                 requests.append(post_bytes(self._mpi, self._comm.Irecv, buffer, rank, 0))
         for rank in range(self._world_size):
             if rank != self._rank and outgoing[rank].size:
-                synchronize(outgoing[rank])
                 buffer = _as_bytes(outgoing[rank])
                 requests.append(post_bytes(self._mpi, self._comm.Isend, buffer, rank, 0))
         yield pending
 
     def broadcast(self, array: Array, root: int) -> Steps:
-        """Send ``array`` of the root to all other ranks, which receive it in their ``array``."""
-        synchronize(array)
+        """Send ``array`` of the root to all other ranks, which receive it in their ``array``.
+
+        All arrays are on the host: see `broadcast_pieces`.
+        """
         # The library's own broadcast, a tree, is faster than messages of the root to all.
         request = post_bytes(self._mpi, self._comm.Ibcast, _as_bytes(array), root)
         yield Pending([request], self._in_flight, array)
+
+    def broadcast_pieces(self, array: Array, root: int) -> Steps:
+        """As `broadcast`, for arrays on the host or a GPU, by messages alone.
+
+        Open MPI's non-blocking collectives cannot read GPU memory. The root sends each rank a
+        piece, which that rank sends to all others, so that no rank sends more than two arrays.
+        """
+        ranks = range(self._world_size)
+        layout = ShardLayout(int(array.size), self._world_size)
+        pieces = [array[layout.slice(rank)] for rank in ranks]
+        own, nothing, is_root = pieces[self._rank], array[:0], self._rank == root
+        yield from self.move(
+            pieces if is_root else [nothing] * self._world_size,
+            [nothing if is_root or rank != root else own for rank in ranks],
+        )
+        yield from self.move(
+            [nothing if rank == root else own for rank in ranks],
+            [nothing if is_root else piece for piece in pieces],
+        )
 
 
 def _as_bytes(array: Array) -> Array:

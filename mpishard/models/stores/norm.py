@@ -91,6 +91,8 @@ def _squared_norm_on_device(arrays: Sequence[Array]) -> Array:
     blocks = [-(-int(run.size) // (_SQUARES.threads * _PER_THREAD)) for run in runs]
     partial, total, place = xp.empty(sum(blocks), np.float64), xp.empty(1, np.float64), 0
     for run, count in zip(runs, blocks, strict=True):
+        if run.dtype == np.float16:
+            run = run.astype(np.float32)  # noqa: PLW2901 - kernels have no float16
         part = partial[place : place + count]
         _SQUARES.launch(count, run.dtype, run, part, int(run.size))
         place += count

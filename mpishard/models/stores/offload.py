@@ -173,13 +173,8 @@ class UpdateStage:
         """
         near = self._bring("parameters", parameters)
         yield near, self._bring("gradients", gradients)
-        for target, values in zip(parameters, near, strict=True):
-            if target is not values:
-                copy_into(target, values)
-        if near is not parameters and near:
-            # The copies must end first: the next step overwrites the buffers, and other ranks may
-            # read the parameters.
-            synchronize(near[0] if self._is_on_gpu else parameters[0])
+        if near is not parameters:
+            _copy_all(parameters, near)
 
     def _bring(self, name: str, arrays: list[Array]) -> list[Array]:
         if all(is_device_array(array) == self._is_on_gpu for array in arrays):
@@ -190,8 +185,18 @@ class UpdateStage:
             self._buffers[name] = self.layout.allocate(MemoryCategory.SCRATCH, length)
         buffer, start, brought = self._buffers[name], 0, []
         for array in arrays:
-            part = buffer[start : start + int(array.size)]
+            brought.append(buffer[start : start + int(array.size)])
             start += int(array.size)
-            copy_into(part, array)
-            brought.append(part)
+        _copy_all(brought, arrays)
         return brought
+
+
+def _copy_all(targets: Sequence[Array], sources: Sequence[Array]) -> None:
+    """Copy each source into its target, and wait until the GPU has done so.
+
+    After that the sources may change: CuPy's copies from pinned memory are asynchronous.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        copy_into(target, source)
+    for array in (*targets[:1], *sources[:1]):  # one of the two is on the GPU
+        synchronize(array)

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from cupy_stand_in.counts import count
-from cupy_stand_in.cuda import Memory, current
+from cupy_stand_in.cuda import Memory, current, is_pinned, on_device
 
 __all__ = ["allocate", "call", "checked_scalar", "give", "ndarray", "use"]
 
 _KINDS = "biufc"
 _PRIVATE = object()
+_SUMS = (np.sum, np.mean, np.var, np.prod, np.cumsum, np.dot, np.matmul, np.einsum, np.tensordot)
 _NO_FILL = ValueError("non-scalar numpy.ndarray cannot be used for fill")
 
 
 class _Flags:
-    """Contiguity, to be read only; there is no ``writeable``."""
-
-    __slots__ = ("c_contiguous", "f_contiguous", "owndata")
+    """Contiguity, to be read only. There is no ``writeable``; setting it changes nothing."""
 
     def __init__(self, host: np.ndarray[Any, Any], owndata: bool) -> None:
-        object.__setattr__(self, "c_contiguous", host.flags.c_contiguous)
-        object.__setattr__(self, "f_contiguous", host.flags.f_contiguous)
-        object.__setattr__(self, "owndata", owndata)
+        self._host, self._owndata = host, owndata
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"CuPy's flags have no {name!r} that could be set")
+    c_contiguous = property(lambda self: self._host.flags.c_contiguous)
+    f_contiguous = property(lambda self: self._host.flags.f_contiguous)
+    owndata = property(lambda self: self._owndata)
 
 
 class _Pointer:
@@ -71,6 +70,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        self._hand_over()
         interface = self._host.__array_interface__
         return {
             "shape": self.shape,
@@ -84,7 +84,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     # ----------------------------------------------------------------------- to and from the host
 
-    def __array__(self, dtype: object = None, copy: object = None) -> Any:
+    def __array__(self, dtype: object = None) -> Any:
         raise TypeError(
             "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct "
             "a NumPy array explicitly."
@@ -93,14 +93,29 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self._memory.device  # CUDA
 
-    def __dlpack__(self, **_: Any) -> ndarray:
-        return self
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        if stream != -1:
+            return self
+        # The consumer, such as mpi4py, wants no wait for any stream.
+        self._hand_over()
+        return self._host.__dlpack__(**options)
+
+    def _hand_over(self) -> None:
+        """To MPI, which reads and writes GPU memory only if it is built for CUDA."""
+        if os.environ.get("MPISHARD_CUDA_AWARE") != "1":
+            raise AssertionError(
+                "the address of a device array is given to a library that is not said to be built "
+                "for CUDA: it would crash"
+            )
+        self._memory.hand_over(self._host)
 
     def get(
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> Any:
         count("reads")
-        current.stream.settle()
+        with on_device(self._memory.device):
+            self._memory.read(self._host)
+            current.stream.settle()
         if out is None:
             return self._host.copy(order="C")
         if not isinstance(out, np.ndarray):
@@ -124,7 +139,10 @@ class ndarray:  # noqa: N801 - CuPy's name
         if not (self._host.flags.c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
         count("copies")
-        self._memory.write(self._host)
+        with on_device(self._memory.device):
+            self._memory.write(self._host)
+            if is_pinned(arr):
+                current.stream.begin_to_read(arr)
         self._host[...] = arr
 
     def item(self) -> Any:
@@ -183,8 +201,8 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
-            count("copies")
-            self._memory.read(self._host)
+            launch()
+            _use(self)
             return give(host)
         return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
 
@@ -197,35 +215,43 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __getitem__(self, key: Any) -> ndarray:
         index, is_basic = _index(key)
         if is_basic:
-            return self._view(np.asarray(self._host[index]))
+            return self._view(_part(self._host, index))
         _use(self)
-        count("launches")
+        launch()
         return give(self._host[index])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         index, is_basic = _index(key)
         if isinstance(value, np.ndarray):
             raise _NO_FILL
-        target = np.asarray(self._host[index])
+        target = _part(self._host, index)
         if not isinstance(value, ndarray):
-            count("launches")
+            _require_near(self)
+            launch()
             self._memory.write(target if is_basic else self._host)
             self._host[index] = checked_scalar(value, self.dtype)
             return
-        is_copy = (
-            is_basic
-            and target.shape == value.shape
-            and target.dtype == value.dtype
-            and target.flags.c_contiguous
-            and value._host.flags.c_contiguous
-        )
-        if not is_copy:  # a kernel, for which all must lie on the device
-            _use(self, value)
-        value._memory.read(value._host)
-        if not (is_copy and target.ctypes.data == value._host.ctypes.data):
-            count("copies" if is_copy else "launches")
+        source = value._host
+        while source.ndim and source.shape[0] == 1:
+            source = source[0]
+        # Empty arrays are never alike: a new one has strides of 0, and a slice has its own.
+        is_alike = is_basic and source.size > 0 and (
+            (target.shape, target.strides) == (source.shape, source.strides)
+        )  # fmt: skip
+        if is_alike and target.ctypes.data == source.ctypes.data:
+            return
+        if is_alike and target.flags.c_contiguous and target.dtype == source.dtype:
+            count("copies")
+            value._memory.read(source)
+            self._memory.write(target)
+        else:  # a kernel, for which all must lie on the device
+            launch()
+            _require_near(self)
+            _use(value)
             self._memory.write(target if is_basic else self._host)
-        self._host[index] = value._host
+            if not is_basic and _repeats(self._host.shape, index):
+                raise AssertionError("an element is set twice: which value stays is undefined")
+        self._host[index] = source
 
     def reshape(self, *shape: Any) -> ndarray:
         return self._view(self._host.reshape(*shape))
@@ -254,7 +280,11 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def copy(self, order: str = "C") -> ndarray:
         """On the current device, from whichever it lies on."""
-        count("copies")
+        is_near = self._memory.device == current.device
+        if is_near:
+            launch()
+        else:
+            count("copies")
         self._memory.read(self._host)
         return give(self._host.copy(order="C"))
 
@@ -265,16 +295,17 @@ class ndarray:  # noqa: N801 - CuPy's name
         return self.copy()
 
     def astype(self, dtype: Any, order: str = "K", *, copy: bool = True) -> ndarray:
-        if not copy and self.dtype == dtype:
+        host = self._host.astype(_known(dtype), order=order, copy=copy)
+        if host is self._host:
             return self
         _use(self)
-        count("launches")
-        return give(self._host.astype(_known(dtype)))
+        launch()
+        return _made(host)
 
     def take(self, indices: Any, axis: int | None = None) -> ndarray:
         _use(self, *([indices] if isinstance(indices, ndarray) else []))
         host = indices._host if isinstance(indices, ndarray) else np.asarray(indices)
-        count("launches")
+        launch()
         # CuPy wraps what is out of bounds, without a word.
         return give(self._host.take(host, axis, mode="wrap"))
 
@@ -285,12 +316,19 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def nonzero(self) -> tuple[ndarray, ...]:
         _use(self)
-        count("launches")
+        launch()
         count("reads")
         current.stream.settle()
         return tuple(give(part) for part in self._host.nonzero())
 
     def dot(self, other: Any, out: Any = None) -> Any:
+        if not isinstance(other, ndarray):
+            raise TypeError(f"Argument 'b' has incorrect type: {type(other)}")
+        if out is not None:
+            if np.result_type(self.dtype, other.dtype) != out.dtype:
+                raise ValueError("Not supported dtype combination.")
+            if not out.flags.c_contiguous:
+                raise ValueError("Output array must be C-contiguous")
         return call(np.dot, self, other, out=out)
 
     def round(self, decimals: int = 0) -> Any:
@@ -319,9 +357,12 @@ class ndarray:  # noqa: N801 - CuPy's name
 
 def give(host: Any) -> ndarray:
     """A new array on the current device, in C order, that holds what NumPy gave: 0-d, too."""
-    array = np.array(host, order="C", ndmin=0)
-    _known(array.dtype)
-    made = ndarray(_PRIVATE, array, Memory(), None)
+    return _made(np.array(host, order="C", ndmin=0))
+
+
+def _made(host: np.ndarray[Any, Any]) -> ndarray:
+    _known(host.dtype)
+    made = ndarray(_PRIVATE, host, Memory(), None)
     made._memory.write(made._host)
     return made
 
@@ -351,7 +392,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = kwargs.pop("out", None)
     arrays = [arg for arg in args if isinstance(arg, ndarray)]
     _use(*arrays)
-    count("launches")
+    launch()
     dtype = arrays[0].dtype if arrays else np.dtype(float)
     hosts: list[Any] = []
     for arg in args:
@@ -363,23 +404,57 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             hosts.append(checked_scalar(arg, dtype))
     with np.errstate(all="ignore"):  # a GPU does not warn
         if out is None:
-            return give(function(*hosts, **kwargs))
+            return give(_varied(function, function(*hosts, **kwargs), arrays))
         if not isinstance(out, ndarray):
             raise TypeError(f"out must be a cupy.ndarray, got {type(out)}")
-        _use(out)
+        _require_near(out)
         out._memory.write(out._host)
-        function(*hosts, out=out._host, **kwargs)
+        result = function(*hosts, out=out._host, **kwargs)
+        out._host[...] = _varied(function, result, arrays)
     return out
+
+
+def _varied(function: Any, result: Any, arrays: list[ndarray]) -> Any:
+    """Another last bit of a sum or product for what ``cuda.varies`` names."""
+    import cupy
+
+    result, varies = np.asarray(result), cupy.cuda.varies
+    if function not in _SUMS or result.dtype.kind not in "fc" or not varies:
+        return result
+    odd = 0
+    for array in arrays:
+        start = array if array.base is None else array.base
+        odd += sum(array.shape) if "sizes" in varies else 0
+        if "alignment" in varies:  # each allocation is aligned
+            odd += (array.data.ptr - start.data.ptr) % 16 // array.itemsize
+    return result * (1 + (odd % 3 - 1) * np.finfo(result.dtype).eps)
+
+
+def launch() -> None:
+    """Begin a kernel, which CuPy has to compile."""
+    import cupy
+
+    if not cupy.cuda.has_headers:
+        raise RuntimeError(
+            "Failed to find CUDA headers. Please install CUDA toolkit headers (e.g., pip install "
+            "cupy-cuda12x[ctk]) or specify CUDA_PATH environment variable."
+        )
+    count("launches")
+
+
+def _require_near(array: ndarray) -> None:
+    if array._memory.device != current.device:
+        raise ValueError(
+            f"The device where the array resides ({array._memory.device}) is different from "
+            f"the current device ({current.device}). Peer access is unavailable between these "
+            "devices."
+        )
 
 
 def _use(*arrays: ndarray) -> None:
     """A kernel on the current device reads them."""
     for array in arrays:
-        if array._memory.device != current.device:
-            raise ValueError(
-                f"The device where the array resides ({array._memory.device}) is different from "
-                f"the current device ({current.device})."
-            )
+        _require_near(array)
         array._memory.read(array._host)
 
 
@@ -388,6 +463,20 @@ def use(array: ndarray, *, writes: bool) -> None:
     _use(array)
     if writes:
         array._memory.write(array._host)
+
+
+def _part(host: np.ndarray[Any, Any], index: Any) -> Any:
+    """``host[index]``, and a view of a single element, too."""
+    part = host[index]
+    if isinstance(part, np.ndarray):
+        return part
+    return host[(*index, ...) if isinstance(index, tuple) else (index, ...)]
+
+
+def _repeats(shape: tuple[int, ...], index: Any) -> bool:
+    """Whether ``index`` names an element twice."""
+    places = np.arange(int(np.prod(shape))).reshape(shape)[index].ravel()
+    return len(np.unique(places)) < places.size
 
 
 def _known(dtype: Any) -> np.dtype[Any]:

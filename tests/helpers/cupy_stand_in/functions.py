@@ -9,6 +9,7 @@ import numpy as np
 
 from cupy_stand_in.array import allocate, call, checked_scalar, give, ndarray
 from cupy_stand_in.counts import count
+from cupy_stand_in.cuda import current
 
 __all__ = ["namespace"]
 
@@ -76,8 +77,8 @@ def namespace() -> dict[str, Any]:
 def _reduction(name: str) -> Callable[..., Any]:
     method = {"amax": "max", "amin": "min"}.get(name, name)
 
-    def reduce(a: ndarray, axis: Any = None, **kwargs: Any) -> Any:
-        return getattr(_array(a), method)(axis, **kwargs)
+    def reduce(a: Any, axis: Any = None, **kwargs: Any) -> Any:
+        return getattr(a, method)(axis, **kwargs)  # of an array of the host, too, as CuPy does
 
     return reduce
 
@@ -145,7 +146,7 @@ def asarray(a: Any, dtype: Any = None) -> Any:
 def from_dlpack(array: Any) -> Any:
     if array.__dlpack_device__()[0] != 2:
         raise BufferError("CPU arrays cannot be directly imported to CuPy. Use `cupy.array(...)`")
-    return array.__dlpack__()[...]
+    return array.__dlpack__(stream=current.stream)[...]
 
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> Any:
@@ -194,11 +195,11 @@ def matmul(x1: Any, x2: Any, out: Any = None) -> Any:
 
 
 def dot(a: Any, b: Any, out: Any = None) -> Any:
-    return call(np.dot, _array(a), _array(b), out=out)
+    return _array(a).dot(_array(b), out)
 
 
 def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
-    return call(lambda x, y: np.tensordot(x, y, axes), _array(a), _array(b))
+    return call(np.tensordot, _array(a), _array(b), axes=axes)
 
 
 def outer(a: Any, b: Any) -> Any:

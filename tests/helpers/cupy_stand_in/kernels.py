@@ -238,7 +238,7 @@ class RawKernel:
     def _checked(self, parameter: _Parameter, value: Any) -> Any:
         where = f"{self.name}, parameter {parameter.name}"
         if parameter.is_array:
-            if value is None:
+            if type(value) is np.uint64 and value == 0:
                 return ctypes.c_void_p(None)
             assert isinstance(value, ndarray), f"{where} is a pointer, got {type(value)}"
             expected = _POINTERS[parameter.kind]
