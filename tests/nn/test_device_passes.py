@@ -220,6 +220,17 @@ def test_cross_entropy_of_weighted_targets(dtype: str, gpu: Any) -> None:
     assert_near(loss.backward(found[2]), loss.backward(saved), dtype)
 
 
+def test_a_row_of_weight_0_counts_for_nothing_whatever_its_logits(gpu: Any) -> None:
+    logits = values((3, 4), 1)
+    logits[1, 0] = np.inf
+    weights = np.array([1.0, 0.0, 2.0])
+    target = Samples((gpu.asarray([0, 1, 2]), gpu.asarray(weights)))
+    total, weight, saved = nn.CrossEntropy().forward(gpu.asarray(logits), target)
+    assert np.isfinite(read_numbers([total]))
+    assert read_numbers([weight]) == [3.0]
+    np.testing.assert_array_equal(to_host(saved)[1], 0)
+
+
 @pytest.mark.parametrize("target", [4, -2, 2**40])
 def test_a_target_that_is_no_class_is_refused_or_gives_nan(target: int, gpu: Any) -> None:
     targets, loss = gpu.asarray([0, target, -1]), nn.CrossEntropy()
@@ -240,6 +251,23 @@ def test_a_token_outside_of_the_table_is_refused_or_gives_nan(token: int, gpu: A
     g = {"weight": gpu.zeros((7, 3))}
     layer.backward_weight((saved, gpu.ones((1, 3, 3))), g)
     np.testing.assert_array_equal(to_host(g["weight"])[:, 0], [0, 0, 2, 0, 0, 0, 0])
+
+
+def test_tokens_on_another_gpu_are_checked_and_taken(gpu: Any) -> None:
+    if gpu.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    model = nn.GPT(vocabulary_size=7, context_length=3, width=4, heads=1, layers=1, device="cuda:0")
+    with gpu.cuda.Device(1):
+        tokens = gpu.asarray([[1, 2, 3]])
+        wrong = gpu.asarray([[1, 7, 3]])
+        gpu.cuda.get_current_stream().synchronize()
+    gpu.cuda.Device(0).use()
+    loss, _ = model.compute_loss_and_gradients(tokens, tokens)
+    assert loss == model.compute_loss_and_gradients(to_host(tokens), to_host(tokens))[0]
+    with pytest.raises(ValueError, match="token 7 is outside"):
+        model.predict(wrong)
+    with pytest.raises(ValueError, match="target 7 is neither"):
+        model.compute_loss_and_gradients(tokens, wrong)
 
 
 @dtypes
@@ -307,9 +335,11 @@ def test_positions_fewer_than_the_context(dtype: str, gpu: Any) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_gpt_of_12_layers_takes_700_operations_and_one_read(on_device: bool, gpu: Any) -> None:
     """A read for the loss at the end, and one for each check of data that lie on the GPU."""
-    model = nn.GPT(vocabulary_size=17, context_length=6, width=8, heads=2, layers=12, device="cuda")
+    model = nn.GPT(
+        vocabulary_size=17, context_length=32, width=8, heads=2, layers=12, device="cuda"
+    )
     generator = np.random.default_rng(0)
-    x, y = (generator.integers(0, 17, (2, 6)) for _ in range(2))
+    x, y = (generator.integers(0, 17, (4, 32)) for _ in range(2))
     if on_device:
         x, y = gpu.asarray(x), gpu.asarray(y)
     is_stand_in = hasattr(gpu, "__stand_in__")
@@ -367,7 +397,9 @@ def test_products_of_nothing_and_of_one_matrix_with_many(shapes: Any, gpu: Any) 
 
 def test_a_gpu_rounds_to_bfloat16_as_the_host_does(gpu: Any) -> None:
     words = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint64).astype(np.uint32)
-    words[:6] = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001, 0xFFC00000, 0x3F808000]
+    # Infinities, the largest number, NaN, and ties between neighbours.
+    words[:5] = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001, 0xFFC00000]
+    words[5:8] = [0x3F808000, 0x3F818000, 0xBF818000]
     x = words.view(np.float32)
     expected = rounded(x).view(np.uint16)
     np.testing.assert_array_equal(to_host(rounded_to_bfloat16(gpu.asarray(x))), expected)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import check_sizes
-from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array
+from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array, to_host
 from mpishard.bfloat16 import wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
@@ -76,7 +76,7 @@ class Embedding(Layer):
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if is_device_array(x):
             outside = device_passes.count_outside(x, self.vocabulary_size)
-            refuse_if_any(outside, lambda: self._refuse_outside(x))
+            refuse_if_any(outside, lambda: self._refuse_outside(to_host(x)))
         elif x.size:
             # NumPy counts negative indices from the end: it would return the last row for -1.
             self._refuse_outside(x)
