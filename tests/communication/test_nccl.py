@@ -55,9 +55,13 @@ def by_nccl(monkeypatch):
         monkeypatch.setattr(module, "SMALL_BYTES", 128)
 
 
-def names(cupy):
+def nccl():
+    return sys.modules["cupy.cuda.nccl"]
+
+
+def names():
     """The calls of this rank's NCCL, from first to last."""
-    return [call[0] for call in cupy.cuda.nccl.calls]
+    return [call[0] for call in nccl().calls]
 
 
 # ------------------------------------------------------------------------------------ conformance
@@ -127,9 +131,9 @@ def test_conformance(backend, cupy, by_nccl, name):
     with OnGPU(backend._comm) as world:
         getattr(checks, name)(world)
         if name in ("check_all_reduce", "check_reduce_scatter", "check_all_gather"):
-            assert "init" in names(cupy)
-    assert names(cupy).count("destroy") == names(cupy).count("init") + sum(
-        call[0] == "commSplit" and call[1] >= 0 for call in cupy.cuda.nccl.calls
+            assert "init" in names()
+    assert names().count("destroy") == names().count("init") + sum(
+        call[0] == "commSplit" and call[1] >= 0 for call in nccl().calls
     )
 
 
@@ -167,7 +171,7 @@ def test_exact_sums_have_the_bits_of_every_backend(backend, world, cupy):
             assert got.get().tobytes() == expected.tobytes()
             piece = world.reduce_scatter(cupy.asarray(mine), operation)
             assert piece.get().tobytes() == backend.reduce_scatter(mine, operation).tobytes()
-    assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names(cupy))
+    assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names())
 
 
 def test_fast_sums_are_those_of_nccl(backend, cupy, caplog):
@@ -191,7 +195,7 @@ def test_fast_sums_are_those_of_nccl(backend, cupy, caplog):
                     np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-5)
         world.split(0).barrier()
     if ranks > 1:
-        assert {"allReduce", "reduceScatter", "reduce"} <= set(names(cupy))
+        assert {"allReduce", "reduceScatter", "reduce"} <= set(names())
     said = [record for record in caplog.records if "reductions='fast'" in record.message]
     assert len(said) == (backend.rank == 0)
 
@@ -209,7 +213,7 @@ def test_fast_sums_keep_the_contract_where_nccl_does_not(backend, cupy):
             expected = backend.all_reduce(mine.copy(), operation)
             got = world.all_reduce(cupy.asarray(mine), operation).get()
             assert got.tobytes() == expected.tobytes(), (dtype, operation)
-    assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names(cupy))
+    assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names())
 
 
 def test_small_arrays_and_arrays_on_the_host_do_not_start_nccl(world, cupy):
@@ -220,9 +224,9 @@ def test_small_arrays_and_arrays_on_the_host_do_not_start_nccl(world, cupy):
     world.all_gather(np.ones(LARGE))
     world.barrier()
     world.split(0)
-    assert names(cupy) == []
+    assert names() == []
     world.all_reduce(cupy.ones(8193))
-    assert "init" in names(cupy)
+    assert "init" in names()
 
 
 def test_each_rank_uses_the_gpu_of_its_number_on_the_node(world, cupy):
@@ -243,14 +247,14 @@ def test_groups_are_split_off_an_idle_communicator(world, cupy):
             got = made.all_gather(cupy.full(LARGE, float(world.rank)))
             assert got.get()[::LARGE].tolist() == [float(rank) for rank in members]
             assert made.reductions == "exact"
-    splits = [call for call in cupy.cuda.nccl.calls if call[0] == "commSplit"]
+    splits = [call for call in nccl().calls if call[0] == "commSplit"]
     assert splits == [
         ("commSplit", parity, group.rank),
         ("commSplit", -1, 0)
         if inner is None
         else ("commSplit", min(inner.world_ranks), inner.rank),
     ]
-    assert names(cupy).count("init") == 2, "of the world and the early group"
+    assert names().count("init") == 2, "of the world and the early group"
 
 
 def test_async_calls_overlap(world, cupy):
@@ -258,7 +262,7 @@ def test_async_calls_overlap(world, cupy):
     if world.world_size == 1:
         pytest.skip("needs two ranks")
     world.all_reduce(cupy.ones(LARGE))
-    cupy.cuda.nccl.hangs = True
+    nccl().hangs = True
     works = [world.all_reduce_async(cupy.ones(LARGE)), world.all_gather_async(cupy.ones(LARGE))]
     other = cupy.ones(LARGE) * 2
     deadline = time.monotonic() + 0.05
@@ -266,7 +270,7 @@ def test_async_calls_overlap(world, cupy):
         world.progress()
     assert not any(work.done for work in works)
     assert float(other[0]) == 2
-    cupy.cuda.nccl.hangs = False
+    nccl().hangs = False
     assert float(works[1].wait()[0]) == 1
     assert float(works[0].wait()[0]) == world.world_size
 
@@ -302,7 +306,7 @@ def test_two_ranks_on_one_gpu_are_refused_by_name(backend):
                 world.all_reduce(cupy.ones(LARGE))
             assert world.all_reduce(np.ones(3))[0] == ranks
             assert world.all_reduce(cupy.ones(3))[0] == ranks
-        assert "init" not in names(cupy)
+        assert "init" not in names()
 
 
 def test_a_large_array_on_the_gpus_of_some_ranks_is_refused_on_all(world, cupy):
@@ -316,7 +320,7 @@ def test_a_large_array_on_the_gpus_of_some_ranks_is_refused_on_all(world, cupy):
             match=rf"{call.__name__}: {others} passed arrays on a GPU and rank 0 in host memory",
         ):
             call(ones)
-    assert names(cupy) == []
+    assert names() == []
 
 
 def test_placement_may_differ_where_data_go_through_the_host(world, cupy):
@@ -356,8 +360,8 @@ def test_arrays_on_another_gpu_are_refused_before_anything_is_sent(world, cupy):
 def test_arguments_and_missing_libraries_are_refused(backend, monkeypatch):
     with pytest.raises(ValueError, match="reductions must be 'exact' or 'fast', got 'quick'"):
         NCCLCommunicationBackend(backend._comm, reductions="quick")
-    with installed() as cupy:
-        monkeypatch.setattr(cupy.cuda.nccl, "available", False, raising=False)
+    with installed():
+        monkeypatch.setattr(nccl(), "available", False, raising=False)
         with pytest.raises(DeviceUnavailableError, match="pip install nvidia-nccl-cu12"):
             NCCLCommunicationBackend(backend._comm)
     with installed(device_count=0), pytest.raises(DeviceUnavailableError, match="no GPU"):
@@ -407,13 +411,13 @@ def test_the_end_of_a_job_aborts_nccl_before_mpi(world, cupy):
     if world.world_size == 1:
         pytest.skip("needs two ranks")
     world.all_reduce(cupy.ones(LARGE))
-    cupy.cuda.nccl.hangs = True
+    nccl().hangs = True
     work = world.all_reduce_async(cupy.ones(LARGE))
     for _ in range(100):
         world.progress()
     assert not work.done
     world._job.ending.stop()
-    assert names(cupy)[-1] == "abort"
+    assert names()[-1] == "abort"
     with pytest.raises(CommunicationError, match="NCCL was aborted"):
         work.wait()
 
@@ -442,7 +446,7 @@ def test_models_train_to_the_same_bits_as_by_mpi(backend, world, cupy, by_nccl, 
         losses = [optimizer.step(model, x, x) for _ in range(3)]
         trained.append((losses, model.gather_full_parameters().get().tobytes()))
     assert trained[0] == trained[1]
-    assert backend.world_size == 1 or "send" in names(cupy)
+    assert backend.world_size == 1 or "send" in names()
 
 
 def test_checkpoints_record_fast_sums_and_gradient_leaves_refuse_them(backend, cupy, shared_path):

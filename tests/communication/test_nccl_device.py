@@ -10,8 +10,7 @@ from cupy_stand_in import installed
 
 import mpishard as ms
 from mpishard.communication import NCCLCommunicationBackend, ReductionOperation
-from mpishard.communication.nccl.communicator import load_nccl
-from mpishard.devices import Device, load_cupy
+from mpishard.devices import Device, load_cupy, load_nccl
 from mpishard.errors import DeviceUnavailableError
 from mpishard.testing.reductions import tree_reduce
 

@@ -16,8 +16,8 @@ from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.nccl.channel import NCCLChannel
 from mpishard.communication.nccl.collectives import NCCLCollectives, goes_by_host
-from mpishard.communication.nccl.communicator import Communicator, load_nccl
-from mpishard.devices import Device
+from mpishard.communication.nccl.communicator import Communicator
+from mpishard.devices import Device, load_nccl
 
 Reductions = Literal["exact", "fast"]
 """Who adds up arrays on GPUs: see `NCCLCommunicationBackend`."""

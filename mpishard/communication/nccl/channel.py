@@ -12,8 +12,8 @@ from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import MessageChannel
-from mpishard.communication.nccl.communicator import Communicator, load_nccl
-from mpishard.devices import load_cupy
+from mpishard.communication.nccl.communicator import Communicator
+from mpishard.devices import load_cupy, load_nccl
 
 SMALL_BYTES = 1 << 16
 """Most bytes of GPU data that travel through the host, because NCCL takes longer to begin."""

@@ -21,12 +21,14 @@ import pickle
 import queue
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,10 @@ from numpy.lib.array_utils import byte_bounds
 
 from cupy_stand_in.cuda import Memory, current
 
-__all__ = ["add_to"]
+__all__ = ["added_to"]
+
+_NAME = "cupy.cuda.nccl"
+"""It is no attribute of ``cupy.cuda`` before it is imported."""
 
 _LATE_SECONDS = 3e-4
 _LIMIT_SECONDS = 60.0  # of a wait for another rank: NCCL would hang
@@ -502,7 +507,16 @@ class Communicator:
         ctypes.memmove(address, values.tobytes(), values.nbytes)
 
 
-def add_to(cuda: Any) -> None:
-    """Give ``cupy.cuda`` streams, events and NCCL."""
-    cuda.Stream, cuda.Event, cuda.nccl = Stream, Event, Nccl()
+@contextmanager
+def added_to(cuda: Any) -> Iterator[None]:
+    """Give ``cupy.cuda`` streams and events, and ``import cupy.cuda.nccl`` NCCL."""
+    cuda.Stream, cuda.Event = Stream, Event
     cuda.Device.pci_bus_id = property(lambda device: f"0000:{device.id:02x}:00.0")
+    before = sys.modules.get(_NAME)
+    sys.modules[_NAME] = Nccl()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[_NAME]
+        if before is not None:
+            sys.modules[_NAME] = before
