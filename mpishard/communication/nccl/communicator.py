@@ -78,16 +78,16 @@ class Communicator:
             yield from self._begin()
         self._require_whole()
         with self._wait("in NCCL for other ranks"), self._cuda.Device(self._device.index):
-            done = self._put(self._made, post)
+            done = self._put(post)
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
 
-    def _put(self, made: Any, post: Callable[[Any, int], None]) -> Any:
+    def _put(self, post: Callable[[Any, int], None]) -> Any:
         """Put work on the stream, after that of the current stream; return the event of its end."""
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
         self._stream.wait_event(ready)
-        post(made, self._stream.ptr)
+        post(self._made, self._stream.ptr)
         done.record(self._stream)
         return done
 
@@ -124,15 +124,10 @@ class Communicator:
     def _begin(self) -> Steps:
         """Enter NCCL with the ranks of the group, and connect to each of them."""
         self._require_whole()
-        make: Callable[[], Any] = lambda: self._made  # noqa: E731 - was split off another one
+        unique = b""  # not needed for a communicator that was split off another one
         if self._made is None:
             unique = yield from self._exchange_id()
-            group = self._group
-            make = lambda: load_nccl().NcclCommunicator(  # noqa: E731
-                group.world_size, unique, group.rank
-            )
-        entry = _Entry(lambda: self._enter(make))
-        yield entry
+        yield _Entry(lambda: self._enter(unique))
         self._is_connected = True
 
     def _exchange_id(self) -> Steps:
@@ -149,26 +144,27 @@ class Communicator:
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
         return rows[0, :_ID_BYTES].tobytes()
 
-    def _enter(self, make: Callable[[], Any]) -> None:
-        """Make the communicator, and exchange a byte with each rank."""
+    def _enter(self, unique: bytes) -> None:
+        """Make the communicator, if there is none, and exchange a byte with each rank."""
         # By default NCCL connects ranks at the first use of each of its algorithms. That use blocks
         # until the other ranks come to it, which may wait for this one in another world.
         settings.write_default("NCCL_RUNTIME_CONNECT", "0")
-        nccl, cupy, ranks = load_nccl(), load_cupy(), range(self._group.world_size)
+        nccl, cupy, count = load_nccl(), load_cupy(), self._group.world_size
 
         def post(made: Any, stream: int) -> None:
             nccl.groupStart()
-            for rank in ranks:
+            for rank in range(count):
                 made.send(address(sent) + rank, 1, nccl.NCCL_UINT8, rank, stream)
                 made.recv(address(received) + rank, 1, nccl.NCCL_UINT8, rank, stream)
             nccl.groupEnd()
 
         with self._cuda.Device(self._device.index):
-            # Assigned before the exchange, in which the watchdog may abort it.
-            self._made = made = make()
+            if self._made is None:
+                # Before the exchange, in which the watchdog may abort it.
+                self._made = nccl.NcclCommunicator(count, unique, self._group.rank)
             self._stream = self._cuda.Stream(non_blocking=True)
-            sent, received = cupy.zeros(len(ranks), np.uint8), cupy.empty(len(ranks), np.uint8)
-            self._put(made, post).synchronize()
+            sent, received = cupy.zeros(count, np.uint8), cupy.empty(count, np.uint8)
+            self._put(post).synchronize()
 
     def _refuse_shared_gpus(self, places: Sequence[str]) -> None:
         """Refuse ranks that have one GPU, on all ranks, because NCCL's error names none."""
