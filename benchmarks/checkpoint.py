@@ -22,11 +22,11 @@ from rich.table import Table
 
 from mpishard import checkpoint, nn
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.format.consensus import share_path, together
 from mpishard.checkpoint.format.tensor_file import file_name
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import same_outcome, share_path
 from mpishard.distributed import as_distributed
 from mpishard.optimizers import AdamW
 
@@ -107,7 +107,7 @@ class CheckpointBenchmark:
             If there is not enough room.
         """
         made = None
-        with together(backend):
+        with same_outcome(backend):
             if backend.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 made = Path(tempfile.mkdtemp(prefix="mpishard-bench-", dir=self.folder))

@@ -24,8 +24,8 @@ from harness import measure, options, positive, size
 from rich.table import Table
 
 import mpishard as ms
-from mpishard.checkpoint.format.consensus import share_path
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark, CollectiveResult, Way
+from mpishard.communication.agreement import share_path
 from mpishard.layout import ShardLayout
 
 # It ends with the rank that started it, even if that rank is killed.

@@ -10,7 +10,8 @@ With ``--output FILE`` both are appended to that file of JSON lines, for each va
 of the ranks behind a slow link, and the picture of such a file with the time that each takes there:
 
     benchmarks/slow_link.sh 4 100 .venv/bin/python benchmarks/little_communication.py --ways DDP
-    python benchmarks/little_communication.py --draw docs/little-communication.jsonl PICTURE
+    python benchmarks/little_communication.py \
+        --draw benchmarks/results/little_communication.jsonl PICTURE
 """
 
 from __future__ import annotations

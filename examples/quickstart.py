@@ -1,5 +1,5 @@
 """Runs as printed: `python quickstart.py` (two thread-ranks), `mpirun -n 2 python quickstart.py`."""
-import mpishard as ms  # before NumPy, whose BLAS kernels it chooses
+import mpishard as ms
 import numpy as np
 
 def main(backend):

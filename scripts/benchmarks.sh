@@ -8,7 +8,7 @@ usage() {
 usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
 
 Makes .venv (the first time only), compares this package's training steps with those of PyTorch and
-JAX, writes the results to docs/performance.json and into docs/performance.md, and draws
+JAX, writes the results to benchmarks/results/performance.json and into docs/performance.md, and draws
 docs/images/growth_*.png and docs/images/collectives.png. It takes an hour on an idle machine.
 PyTorch and JAX are taken from .venv-peers if it exists:
 
@@ -24,8 +24,8 @@ done
 
 prepare_environment mpi plot fast bf16
 cd -- "$root"
-rm -f docs/performance.json # compare.py would append to it
-options=(--json docs/performance.json --page docs/performance.md)
+rm -f benchmarks/results/performance.json # compare.py would append to it
+options=(--json benchmarks/results/performance.json --page docs/performance.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"
 "$python" benchmarks/growth.py --images docs/images

@@ -13,7 +13,7 @@ pictures to docs/images/. The default is the first four. loss is the picture of 
 two MPI ranks, which takes minutes; the other three take seconds each. The rest is made only if it is
 named: watch, the page of `mpishard watch` in docs/watch.md, needs chromium; precisions compares
 float32 and bfloat16 over three seeds, in six runs of train_gpt, about twelve minutes;
-little_communication draws the figures in docs/little-communication.jsonl.
+little_communication draws the figures in benchmarks/results/little_communication.jsonl.
 EOT
 }
 
@@ -39,7 +39,7 @@ for image in "${images[@]}"; do
         continue
     elif [ "$image" = little_communication ]; then
         "$python" benchmarks/little_communication.py \
-            --draw docs/little-communication.jsonl docs/images/little_communication.png
+            --draw benchmarks/results/little_communication.jsonl docs/images/little_communication.png
         continue
     elif [ "$image" = precisions ]; then
         made=()

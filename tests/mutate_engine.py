@@ -75,21 +75,21 @@ TESTED = {
     ("compare_replicas",
      "world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
-    ("TrainingRun._resume", "together(self.model.backend)"):
+    ("TrainingRun._resume", "same_outcome(self.model.backend)"):
         f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
     ("TrainingRun._one_step", "model.backend.all_reduce(np.array(wishes.own))"):
         "callbacks/test_callbacks.py::test_a_wish_at_an_evaluation_stops_at_once",
-    ("checkpoint_to_resume", "together(backend)"):
+    ("checkpoint_to_resume", "same_outcome(backend)"):
         f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
     ("checkpoint_to_resume", "share_path(backend, found)"):
         "optimizers/test_frozen_checkpoints.py::test_interrupted_and_resumed_it_is_the_same_run",
-    ("UserState.position", "together(self._backend)"):
+    ("UserState.position", "same_outcome(self._backend)"):
         f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",
     ("UserState.position", "gather_texts(self._backend, text)"):
         f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
-    ("_Run.go", "together(backend)"): "optimizers/test_minimize.py"
+    ("_Run.go", "same_outcome(backend)"): "optimizers/test_minimize.py"
         "::test_a_folder_that_cannot_be_written_is_refused_before_the_first_step",
 }  # fmt: skip
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import all_texts
 from mpishard.communication.contract.matching import who
 from mpishard.errors import ShardingError
 

@@ -5,7 +5,7 @@ A checkpoint is a directory: one safetensors file for each rank that wrote somet
 ranks: a rank that loads it reads the regions that it needs.
 
 Begin with `saving.save` (`save`) and `loading.restore` (`load`). `format` has the files on the
-disk, and the agreement of ranks. `exchange` converts to and from other programs' files. A chapter
+disk. `exchange` converts to and from other programs' files. A chapter
 imports from those before it: format, loading, saving, exchange. The room imports from `sharding`
 and the rooms before that.
 """

@@ -1,10 +1,11 @@
 """Communication between ranks: one contract, and backends of threads, MPI processes and GPUs.
 
 Begin with `contract`, the collectives that every backend has, and `init`, which gives a process its
-backend. `mesh` arranges ranks in axes; `manager` is a backend for code that is not passed one.
-The chapters are, each importing only from those before it: `tracing`, `contract`, `failure`,
-`threads`, `mpi`, `nccl`, and then these three files. Other rooms import the names below, and
-docs/architecture.md follows one call, and one failure, through the files.
+backend. `agreement` lets all ranks succeed or all raise. `mesh` arranges ranks in axes; `manager`
+is a backend for code that is not passed one. The chapters are, each importing only from those
+before it: `tracing`, `contract`, `failure`, `threads`, `mpi`, `nccl`, and then these four files.
+Other rooms import the names below, and docs/architecture.md follows one call, and one failure,
+through the files.
 """
 
 from mpishard.communication.contract.arena import Arena

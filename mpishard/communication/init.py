@@ -124,8 +124,7 @@ def init(backend: BackendName = "auto", *, on_failure: OnFailure = "abort") -> C
     if loaded is not None and (better := better_kernel(loaded)) is not None:
         _logger.warning(
             "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
-            "processor: import mpishard before numpy, start with mpishard run, or set "
-            "OPENBLAS_CORETYPE=%s",
+            "processor: export OPENBLAS_CORETYPE=%s, or start with mpishard run, which sets it",
             loaded, better, better,
         )  # fmt: skip
     return made

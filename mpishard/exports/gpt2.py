@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from mpishard.arguments import as_flag, check_path
 from mpishard.arrays import Array
-from mpishard.checkpoint.format.consensus import together
 from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
+from mpishard.communication.agreement import same_outcome
 from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
 from mpishard.models import ShardedModelBase
@@ -126,7 +126,7 @@ def load_gpt2(model: Any, path: PathLike) -> None:
     check_path("path", path)
     is_sharded = isinstance(model, ShardedModelBase)
     plain = model.wrapped_model if is_sharded else model
-    with together(model.backend) if is_sharded else nullcontext():
+    with same_outcome(model.backend) if is_sharded else nullcontext():
         _require_gpt(plain)
         vector = _vector(plain, Path(path))
     model.set_parameters(vector)

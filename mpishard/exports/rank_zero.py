@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.arguments import check_path
 from mpishard.arrays import Array, to_host
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.format.consensus import together
+from mpishard.communication.agreement import same_outcome
 from mpishard.contracts import PathLike
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Model
@@ -45,7 +45,7 @@ def write_model(path: PathLike, model: Any, content: Content) -> None:
         write(model, _chunks(model))
         return
     chunks = _chunks(model)
-    with together(model.backend):
+    with same_outcome(model.backend):
         try:
             if model.backend.rank == 0:
                 write(model.wrapped_model, chunks)

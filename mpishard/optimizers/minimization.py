@@ -19,8 +19,8 @@ import numpy as np
 from mpishard import checkpoint as checkpoints
 from mpishard.arguments import as_amount, as_count, nearest
 from mpishard.arrays import Array, array_namespace, as_array
-from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.agreement import differences, same_outcome
 from mpishard.communication.init import init
 from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
@@ -216,7 +216,7 @@ class _Run:
         if found is not None:  # a run that had reached its end makes no further iteration
             status, message = self._reason(self.numbers.get("before"))
         if own is not None and status < 0:
-            with together(backend):
+            with same_outcome(backend):
                 own.require_access()
         with nullcontext() if own is None else own.running():
             while status < 0:

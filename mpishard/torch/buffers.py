@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from mpishard.arrays import Array
-from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.agreement import differences
 from mpishard.errors import ShardingError
 
 

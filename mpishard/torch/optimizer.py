@@ -19,8 +19,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard import settings
-from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import differences
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span

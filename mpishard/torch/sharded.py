@@ -16,8 +16,8 @@ import torch
 
 from mpishard.arguments import as_count
 from mpishard.arrays import Array, reuse_freed_memory
-from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import differences
 from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy

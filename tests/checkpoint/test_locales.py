@@ -13,7 +13,7 @@ import pytest
 from spawned_jobs import MPIEXEC, environment_of_a_job, needs_mpiexec
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint.format.consensus import share_path, share_text, together
+from mpishard.communication.agreement import same_outcome, share_path, share_text
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.errors import CheckpointError
 
@@ -59,7 +59,7 @@ def test_paths_and_messages_travel_unchanged() -> None:
         assert share_path(backend, path if backend.rank == 0 else None) == path
         assert share_path(backend, None) is None
         assert share_text(backend, message if backend.rank == 0 else "") == message
-        with pytest.raises(CheckpointError) as caught, together(backend):
+        with pytest.raises(CheckpointError) as caught, same_outcome(backend):
             fail(backend.rank)
         assert message in str(caught.value)
 

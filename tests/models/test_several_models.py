@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.checkpoint.format.consensus import share_text
+from mpishard.communication.agreement import share_text
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.worlds import in_worlds
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint.format import consensus
+from mpishard.communication import agreement
 from mpishard.layout import ShardLayout
 
 
@@ -140,8 +140,12 @@ def share_text(backend: Any, text: str) -> str:
     return text
 
 
-def together(backend: Any, subject: int = 0) -> Any:
-    return consensus.together(None)
+def agree(backend: Any, prepare: Any, subject: int = 0) -> Any:
+    return agreement.agree(None, prepare) * backend.world_size
+
+
+def same_outcome(backend: Any, subject: int = 0) -> Any:
+    return agreement.same_outcome(None)
 
 
 def sum_over_owners(context: Any, array: Any) -> Any:

@@ -34,7 +34,15 @@ COLLECTIVES = {
 }  # fmt: skip
 """Methods of a backend."""
 
-FUNCTIONS = {"differences", "gather_texts", "share_path", "share_text", "synchronize", "together"}
+FUNCTIONS = {
+    "agree",
+    "differences",
+    "gather_texts",
+    "same_outcome",
+    "share_path",
+    "share_text",
+    "synchronize",
+}
 """Functions on a backend, and the one that waits for a GPU's copies."""
 
 # Methods that are one of the engine's own collectives, with the names that what has them goes by;

@@ -14,7 +14,7 @@ from textbook_steps import steps_for
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.checkpoint.format.consensus import all_texts
+from mpishard.communication.agreement import all_texts
 from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.optimizers import LBFGS, GradientCompressionOptimizer
 from mpishard.optimizers.replicas.codes import Int8, Quantization, TopK

@@ -176,7 +176,7 @@ def test_one_rank_that_wants_to_stop_stops_all(backend, strategy):
 
 
 @in_worlds(1, 3)
-def test_the_consensus(backend):
+def test_all_ranks_stop_if_one_does(backend):
     for who in range(backend.world_size):
         _, optimizer = wrap(backend, "ddp", Impatient(0 if backend.rank == who else 9))
         assert optimizer.should_early_stop() is True

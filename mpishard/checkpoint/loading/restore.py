@@ -18,7 +18,6 @@ import numpy as np
 
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
-from mpishard.checkpoint.format.consensus import all_texts, path_from, path_text, together
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -28,6 +27,7 @@ from mpishard.checkpoint.format.content import (
 )
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.loading.reader import CheckpointReader, Overlap, find_single
+from mpishard.communication.agreement import agree, all_texts, path_from, path_text, same_outcome
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
@@ -80,7 +80,7 @@ def load(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer, training)
-    with together(model.checkpoint_backend, model.checkpoint_subject):
+    with same_outcome(model.checkpoint_backend, model.checkpoint_subject):
         states = states_of(model, optimizer, training)
     return load_states(path, model, states)
 
@@ -107,12 +107,15 @@ def load_states(
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
         # change between two searches.
         is_first = backend is None or backend.rank == 0
-        with together(backend, model.checkpoint_subject) as said:
-            said.append([path_text(find_single(path)) if is_first else "", list(states)])
-        if any(names != said[0][1] for _, names in said):
-            by_rank = "; ".join(", ".join(names) for _, names in said)
+        everyone = agree(
+            backend,
+            lambda: (path_text(find_single(path)) if is_first else "", list(states)),
+            model.checkpoint_subject,
+        )
+        if any(names != everyone[0][1] for _, names in everyone):
+            by_rank = "; ".join(", ".join(names) for _, names in everyone)
             raise ValueError(f"every rank must restore the same states; by rank: {by_rank}")
-        single = path_from(said[0][0])
+        single = path_from(everyone[0][0])
         return single or newest_valid(path, backend) or path
 
     def verify(reader: CheckpointReader) -> list[_Copy]:
@@ -143,7 +146,7 @@ def load_states(
     reader, copies = open_whole(find, backend, verify)
     # From here on only a disk that fails between two reads can leave a model partly loaded.
     with reader:
-        with together(backend):
+        with same_outcome(backend):
             for overlap, values, array in copies:
                 overlap.copy(values, array)
         for name, state in states.items():
@@ -217,13 +220,18 @@ def newest_valid(
         If there are checkpoints, and none can be used. The message gives the reason for each.
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
-    with together(backend) as said:
-        if not isinstance(folder, CheckpointFolder):
-            folder = CheckpointFolder(folder)
-        if rank == 0:
-            listed = [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
-            said.append([path_text(folder.path), listed])
-    ((place, found),) = said
+
+    opened: list[CheckpointFolder] = []
+
+    def look() -> tuple[str, list[tuple[str, int, str]]]:
+        opened.append(folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder))
+        if rank != 0:
+            return "", []
+        listed = [(e.path.name, e.sequence, e.problem) for e in newest_first(opened[0])]
+        return path_text(opened[0].path), listed
+
+    place, found = agree(backend, look)[0]
+    (checkpoints,) = opened
     refused: list[str] = []
     for name, sequence, problem in found:
         path = Path(path_from(place) or "", name)
@@ -237,11 +245,11 @@ def newest_valid(
             return path
         refused.append(f"{path.name}: {', '.join(reasons)}")
         if sequence:
-            folder.refuse(sequence, reasons[0])
+            checkpoints.refuse(sequence, reasons[0])
     if refused:
         raise CheckpointError(
-            f"none of the checkpoints in {folder.path} can be used: {'; '.join(refused)}. To start "
-            "a new run, remove them, choose another folder, or pass resume=False"
+            f"none of the checkpoints in {checkpoints.path} can be used: {'; '.join(refused)}. To "
+            "start a new run, remove them, choose another folder, or pass resume=False"
         )
     return None
 
@@ -296,7 +304,7 @@ def open_whole(
             reader.close()
         if looks_left == 0 or ("failed" in everyone and "replaced" not in everyone):
             break
-    with together(backend):
+    with same_outcome(backend):
         if failure is not None:
             raise failure
     raise CheckpointError(f"the ranks read different saves: {path} was replaced while it was read")

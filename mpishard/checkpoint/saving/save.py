@@ -23,13 +23,6 @@ import numpy as np
 from mpishard.arguments import as_count, check_path, require_type
 from mpishard.arrays import to_host
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.format.consensus import (
-    GatheredTexts,
-    all_texts,
-    path_from,
-    path_text,
-    together,
-)
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -44,6 +37,14 @@ from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import write_manifest
 from mpishard.checkpoint.format.tensor_file import RankFile
 from mpishard.checkpoint.saving.staging import StagingBuffer, aligned
+from mpishard.communication.agreement import (
+    GatheredTexts,
+    agree,
+    all_texts,
+    path_from,
+    path_text,
+    same_outcome,
+)
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
@@ -171,7 +172,7 @@ def reserve(
     require_checkpointable(model, optimizer)
     require_type("staging", staging, StagingBuffer)
     as_count("kept", kept, least=0)
-    with together(model.checkpoint_backend, model.checkpoint_subject):
+    with same_outcome(model.checkpoint_backend, model.checkpoint_subject):
         nbytes = _staged_bytes(model.arrays_to_write()) * (1 + kept)
         if optimizer is not None:
             nbytes += _staged_bytes(optimizer.checkpoint_view(model).arrays_to_write())
@@ -353,21 +354,25 @@ class PendingSave:
         self._staging = staging
         room: dict[str, Any] | None = None
         is_staged = False
+
+        def prepare() -> tuple[int, dict[str, Any] | None]:
+            nonlocal is_staged, room
+            self._content = content = make_content()
+            pieces = _on_host(content.arrays, staging)
+            is_staged = True
+            self._file = RankFile(self._rank, pieces)
+            if self._rank == 0:
+                # The metadata are copied, because training may append to their lists.
+                self._content = replace(content, metadata=as_json(content.metadata))
+                self._target = make_target()
+                room = _make_room(self._target)
+            return self._file.nbytes, room
+
         try:
-            with together(backend, subject) as said:
-                self._content = content = make_content()
-                pieces = _on_host(content.arrays, staging)
-                is_staged = True
-                self._file = RankFile(self._rank, pieces)
-                if self._rank == 0:
-                    # The metadata are copied, because training may append to their lists.
-                    self._content = replace(content, metadata=as_json(content.metadata))
-                    self._target = make_target()
-                    room = _make_room(self._target)
-                # One exchange decides about the whole save: it has errors, sizes and free bytes.
-                said.append([self._file.nbytes, room])
-            self._nbytes = sum(nbytes for nbytes, _ in said)
-            self._directory = _require_room(said[0][1], self._nbytes)
+            # One exchange decides about the whole save: it has errors, sizes and free bytes.
+            everyone = agree(backend, prepare, subject)
+            self._nbytes = sum(nbytes for nbytes, _ in everyone)
+            self._directory = _require_room(everyone[0][1] or {}, self._nbytes)
         except BaseException:
             made = path_from(room["directory"]) if room is not None else None
             if made is not None:

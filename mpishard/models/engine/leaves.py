@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arrays import Array, block_squares
-from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.agreement import differences
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import LeafLayout, ShardLayout
 from mpishard.models.engine.passes import Passes, Reduced

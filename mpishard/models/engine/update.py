@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arrays import Array, chunk_length
 from mpishard.callbacks.run import Wishes
-from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication.agreement import differences
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.program import Program, Replica

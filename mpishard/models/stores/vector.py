@@ -9,8 +9,8 @@ from itertools import groupby
 import numpy as np
 
 from mpishard.arrays import Array, copy_into
-from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.communication import CommunicationBackend, ProcessMesh
+from mpishard.communication.agreement import all_texts
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at

@@ -18,9 +18,9 @@ from mpishard.checkpoint.exchange.plain import (
     named_bytes,
     packed_vector,
 )
-from mpishard.checkpoint.format.consensus import together
 from mpishard.checkpoint.format.content import COUNT, NUMBER, TEXT, Form, Kind, require_form
 from mpishard.checkpoint.format.tensor_file import tensors_of
+from mpishard.communication.agreement import same_outcome
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.leaves import NUMERICS
@@ -143,7 +143,7 @@ class ModelFiles:
         self.engine.record = TrainingRecord(**{n: saved[n] for n in saved if n in _TRAINING})
         self.take_choices(choices_in(metadata))
         if "own" in metadata and self._is_black_box and hasattr(self.plain, "deserialize"):
-            with together(self.engine.world):  # a user's code may fail on one rank alone
+            with same_outcome(self.engine.world):  # a user's code may fail on one rank alone
                 self.plain.deserialize(base64.b64decode(metadata["own"]))
         self.engine.read()
         # A run with gradient leaves promises the same bits: warn if they may differ from here on.

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, copy_into, to_host
-from mpishard.checkpoint.format.consensus import all_texts, together
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import all_texts, same_outcome
 from mpishard.communication.contract.matching import who
 from mpishard.errors import ReplicaError
 from mpishard.models.engine.engine import Engine
@@ -72,7 +72,7 @@ class HeldParameters:
         """
         engine = self.engine
         # `together` is a barrier as well: no rank writes while another still reads its values.
-        with together(engine.world, engine.layout.subject):
+        with same_outcome(engine.world, engine.layout.subject):
             if getattr(values, "shape", None) != (self.length,):
                 raise ValueError(
                     f"_local_shard: expected a vector of shape ({self.length},), got "

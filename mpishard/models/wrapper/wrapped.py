@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
-from mpishard.checkpoint.format.consensus import gather_texts, share_text
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import gather_texts, share_text
 from mpishard.contracts import IFeatureImportance, ILayeredModel
 from mpishard.errors import MissingInterfaceError, MissingMemberError
 from mpishard.models.engine.engine import Engine

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
-from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication.agreement import differences
 from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.devices import HOST

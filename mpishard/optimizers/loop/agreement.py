@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.callbacks.run import names_of
-from mpishard.checkpoint.format.consensus import differences, together
+from mpishard.communication.agreement import differences, same_outcome
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take
 from mpishard.data.batches import place_of
@@ -49,7 +49,7 @@ def refuse_early(
         On every rank, if one rank finds a reason.
     """
     backend = config.communication_backend
-    with together(backend):
+    with same_outcome(backend):
         loss: ILossFunction | None
         if isinstance(model, ShardedModelBase):
             program, loss, plain = model.engine.program, model.engine.loss, model.wrapped_model

@@ -16,7 +16,7 @@ from mpishard import checkpoint
 from mpishard.callbacks.run import Record, Run, names_of
 from mpishard.callbacks.stopping import EarlyStopping
 from mpishard.callbacks.writers import JSONLines, ProgressLine
-from mpishard.checkpoint.format.consensus import together
+from mpishard.communication.agreement import same_outcome
 from mpishard.contracts import IFeatureAware
 from mpishard.data import Batch, Batches
 from mpishard.models import ShardedModelBase
@@ -125,7 +125,7 @@ class TrainingRun:
         self.record = Record(self.step)
         self.hooks = self._hooks()
         if self.step < self.total:
-            with together(model.backend):  # a schedule may be a table, and too short
+            with same_outcome(model.backend):  # a schedule may be a table, and too short
                 # The last step is checked too, so that a run of days does not fail at its end.
                 last = optimizer.steps + self.total - self.step - 1
                 for step in (optimizer.steps, last):
@@ -133,7 +133,7 @@ class TrainingRun:
                 if self.checkpoints is not None and not self.stopping.is_exhausted:
                     self.checkpoints.require_access()
         if data.metrics is not None:
-            with together(model.backend):
+            with same_outcome(model.backend):
                 if model.rank == 0:
                     MetricsWriter(Path(data.metrics)).close()  # fails here, if at all
 
@@ -391,7 +391,7 @@ class TrainingRun:
         holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
         position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
-        with together(self.model.backend):  # the user's own code may fail on one rank alone
+        with same_outcome(self.model.backend):  # the user's own code may fail on one rank alone
             self.user_state.restore(position["user_state"], path)
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]

@@ -12,9 +12,9 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.exchange.plain import PlainModelFiles, choices_in
-from mpishard.checkpoint.format.consensus import gather_texts, together
 from mpishard.checkpoint.format.content import check_keys
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import gather_texts, same_outcome
 from mpishard.errors import CheckpointError
 from mpishard.models import ShardedModelBase
 from mpishard.observe.ledger import MemoryCategory
@@ -147,7 +147,7 @@ class UserState:
         """Return the part that a checkpoint saves, for JSON, complete on rank 0. Collective."""
         if not self._parts:
             return {"names": [], "ranks": []}
-        with together(self._backend):
+        with same_outcome(self._backend):
             states = {}
             for name, part in self._parts.items():
                 if isinstance(part, np.random.Generator):

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from mpishard import settings
 from mpishard.callbacks.preemption import Preemption
 from mpishard.checkpoint import CheckpointFolder, CheckpointReader, StagingBuffer, newest_valid
-from mpishard.checkpoint.format.consensus import share_path, together
 from mpishard.checkpoint.format.content import (
     ANYTHING,
     COUNT,
@@ -28,6 +27,7 @@ from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.loading.reader import find_single
 from mpishard.checkpoint.saving.save import PendingSave, begin_save, reserve
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.agreement import same_outcome, share_path
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.loop.data import OptimizationInputData
@@ -77,7 +77,7 @@ def checkpoint_to_resume(
     assert place is not None
     assert not isinstance(place, bool)
     found = None
-    with together(backend):
+    with same_outcome(backend):
         if backend.rank == 0:  # for all ranks, because their working directories may differ
             found = find_single(place)
     found = share_path(backend, found)
@@ -320,7 +320,7 @@ def check_position(
     FileNotFoundError, CheckpointError
         As `CheckpointReader`.
     """
-    with together(backend):
+    with same_outcome(backend):
         reader = CheckpointReader(path)
         try:
             require_form(reader.metadata, {"user": {f"{LOOP}?": _FORM}}, "metadata")

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.arrays import Array, copy_into
 from mpishard.checkpoint import Pieces
-from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication.agreement import differences
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update

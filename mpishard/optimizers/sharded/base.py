@@ -13,10 +13,10 @@ import numpy as np
 
 from mpishard.arguments import check_path, require_type
 from mpishard.arrays import Array
-from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.loading.restore import load_states
 from mpishard.checkpoint.saving.save import save_states
 from mpishard.communication import ReductionOperation
+from mpishard.communication.agreement import differences, same_outcome
 from mpishard.contracts import (
     ICheckpointableModel,
     IGradientBasedOptimizer,
@@ -567,7 +567,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             return
         check_path("the path of a checkpoint", path)
         # Without a model no rank knows its part yet, so that each reads the whole.
-        with together(self.backend):
+        with same_outcome(self.backend):
             self._awaiting = StateBytes.from_checkpoint(path, self._rule)
 
     # ------------------------------------------------------------------------------------ training
@@ -649,7 +649,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         # The errors that every rank raises if one does: giving parameters back needs them all.
         common: tuple[type[Exception], ...] = (Exception,)
         try:
-            with together(self.backend):
+            with same_outcome(self.backend):
                 self._frozen_of(model)
                 self._rule.fingerprint()  # asks a user's attributes for their names
             common = (ValueError,)  # of rules that differ between the ranks

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
+
+Value = TypeVar("Value")
 
 # Messages contain paths. Python represents bytes of a path that it cannot decode by surrogates.
 _SURROGATES = "surrogatepass"
@@ -37,39 +39,73 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 @contextmanager
-def together(backend: CommunicationBackend | None, subject: int = 0) -> Iterator[list[Any]]:
+def same_outcome(backend: CommunicationBackend | None, subject: int = 0) -> Iterator[None]:
     """Leave the body of the ``with`` statement on every rank, or raise on every rank. Collective.
 
     A rank whose body raised an error raises it again. The other ranks raise an error of the same
     type as that of the first rank that failed; the message names every rank that failed. This takes
-    one all-gather. If no rank failed and none has a value to pass on, it sends only headers. Ranks
-    must agree on ``subject``, the number of a model: see `CommunicationBackend.number_model`.
-
-    Yields
-    ------
-    list
-        The body may append one value of JSON. After the body the list has the values of all ranks,
-        in the order of ranks.
+    one all-gather, which sends only headers if no rank failed. Ranks must agree on ``subject``, the
+    number of a model: see `CommunicationBackend.number_model`.
     """
     failure: Exception | None = None
-    said: list[Any] = []
     try:
-        yield said
+        yield
     except CommunicationError:  # Every rank raises it, and no collective can follow.
         raise
-    except Exception as error:  # noqa: BLE001 - raised again below, after the exchange
+    except Exception as error:  # noqa: BLE001 - raised again after the exchange
         failure = error
+    _exchange(backend, [], failure, subject)
+
+
+def agree(
+    backend: CommunicationBackend | None, prepare: Callable[[], Value], subject: int = 0
+) -> list[Value]:
+    """Return what ``prepare()`` returns on each rank, or raise on every rank. Collective.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend or None
+        The ranks; None for one process.
+    prepare : callable
+        Returns a value of JSON. It may raise, with the effect that `same_outcome` describes.
+    subject : int, optional
+        As in `same_outcome`.
+
+    Returns
+    -------
+    list
+        The values, in the order of ranks.
+    """
+    failure: Exception | None = None
+    values: list[Any] = []
+    try:
+        values = [prepare()]
+    except CommunicationError:
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again after the exchange
+        failure = error
+    return _exchange(backend, values, failure, subject)
+
+
+def _exchange(
+    backend: CommunicationBackend | None,
+    values: list[Any],
+    failure: Exception | None,
+    subject: int,
+) -> list[Any]:
+    """Return the value of each rank that has one; raise on every rank if one has a failure."""
     if backend is not None:
         failed = [backend.rank, type(failure).__name__, str(failure)]
-        everyone = _gather_values(backend, said if failure is None else failed, subject)
+        everyone = _gather_values(backend, values if failure is None else failed, subject)
         failures = [each for each in everyone if len(each) == len(failed)]
         # A rank that failed does not raise here, but below: its own error, with the traceback.
         if failures and failure is None:
             message = "; ".join(f"rank {rank}: {words}" for rank, _, words in failures)
             raise _KINDS.get(failures[0][1], CheckpointError)(message)
-        said[:] = [value for value, *_ in everyone]
+        values = [value for value, *_ in everyone]
     if failure is not None:
         raise failure
+    return values
 
 
 def share_text(backend: CommunicationBackend | None, text: str) -> str:
@@ -101,7 +137,7 @@ def path_from(text: str) -> Path | None:
 def all_texts(backend: CommunicationBackend | None, text: str, subject: int = 0) -> list[str]:
     """Return the ranks' texts, in the order of ranks, without the empty ones. Collective.
 
-    If all texts are empty, only headers are sent. ``subject`` as in `together`.
+    If all texts are empty, only headers are sent. ``subject`` as in `same_outcome`.
     """
     if backend is None:
         return [text] if text else []
@@ -139,7 +175,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject:
     """Describe the differences between the ranks' JSON objects. Collective.
 
     The result is "" if the objects are equal, which takes one small all-gather. ``subject`` as in
-    `together`.
+    `same_outcome`.
     """
     mark = zlib.crc32(json.dumps(mine).encode())
     marks = backend.all_gather(np.array([mark]), subject=subject)
