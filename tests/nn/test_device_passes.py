@@ -167,15 +167,12 @@ ATTENTION = {
 
 
 @dtypes
-@pytest.mark.parametrize("memory", ["one block", "blocks of 64 queries", "blocks of samples"])
+@pytest.mark.parametrize("memory", ["whole", "blocks of 64 queries", "blocks of one matrix"])
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention(kind: str, memory: str, dtype: str, gpu: Any, monkeypatch: Any) -> None:
+    """Causal attention of 128 queries and more takes them in two halves, if there is memory."""
     layer, width = ATTENTION[kind]
-    scores = {
-        "one block": 1e9,
-        "blocks of 64 queries": 1,
-        "blocks of samples": layer.heads * 150**2,
-    }
+    scores = {"whole": 1e9, "blocks of 64 queries": 1, "blocks of one matrix": 75 * 150}
     nbytes = scores[memory] * np.dtype(dtype).itemsize / attention._SHARE_OF_DEVICE
     monkeypatch.setattr(attention, "device_bytes", lambda _: nbytes)
     assert_as_on_the_host(layer, gpu, values((2, 150, width), 4), dtype)
@@ -336,10 +333,10 @@ def test_positions_fewer_than_the_context(dtype: str, gpu: Any) -> None:
 def test_a_gpt_of_12_layers_takes_700_operations_and_one_read(on_device: bool, gpu: Any) -> None:
     """A read for the loss at the end, and one for the checks of data that lie on the GPU."""
     model = nn.GPT(
-        vocabulary_size=17, context_length=32, width=8, heads=2, layers=12, device="cuda"
+        vocabulary_size=17, context_length=128, width=8, heads=2, layers=12, device="cuda"
     )
     generator = np.random.default_rng(0)
-    x, y = (generator.integers(0, 17, (4, 32)) for _ in range(2))
+    x, y = (generator.integers(0, 17, (3, 128)) for _ in range(2))
     if on_device:
         x, y = gpu.asarray(x), gpu.asarray(y)
     model.get_parameters()  # makes them
