@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, address, array_namespace, copy_into, is_device_array, load_cupy
+from mpishard.base import (
+    Array,
+    DType,
+    address,
+    array_namespace,
+    copy_into,
+    is_device_array,
+    load_cupy,
+)
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
@@ -116,7 +124,7 @@ class NCCLChannel(MessageChannel):
 
     # ------------------------------------------------------------------------- NCCL's own sums
 
-    def combines(self, dtype: np.dtype[Any], operation: ReductionOperation) -> bool:
+    def combines(self, dtype: DType, operation: ReductionOperation) -> bool:
         """Return whether NCCL itself combines numbers of ``dtype``, in an order of its own."""
         is_product = operation is ReductionOperation.PRODUCT
         return (
