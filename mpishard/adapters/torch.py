@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.base import Array, DType, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
 from mpishard.models import ParameterStore
 
@@ -245,7 +245,7 @@ class TorchModel(PlacedVectorModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[Scalar, Scalar, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         import torch
 
         assert loss is not None
@@ -297,7 +297,7 @@ class TorchLoss(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         import torch
 
         samples = len(prediction)
@@ -316,7 +316,7 @@ class TorchLoss(ILossFunction):
             )
         return float(mean.detach()) * samples, float(samples), (output, mean * samples, None)
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         import torch
 
         zeros: Array

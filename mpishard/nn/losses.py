@@ -28,7 +28,7 @@ from mpishard.base import (
     is_device_array,
     lies_on_device,
 )
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any
@@ -96,7 +96,7 @@ class _RealLoss(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         """Return the sum for a prediction and a target of one shape (N, ...), and the weight.
 
         Without weights of samples or classes it is N. Save the gradient itself. The errors raised
@@ -157,7 +157,7 @@ class _RealLoss(Loss):
         if target.dtype.kind not in "fiub":
             raise TypeError(f"{owner} takes real targets, got an array of {target.dtype}")
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return the slope at each element, divided by the number of output elements per sample."""
         gradient: Array = saved
         return gradient
@@ -295,7 +295,7 @@ class CrossEntropy(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[Scalar, Scalar, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight for logits of shape (..., V) and integer targets of shape (...).
 
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
@@ -409,7 +409,7 @@ class CrossEntropy(Loss):
             )
         return target
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored.
 
         It is multiplied by the weight of the target.

@@ -38,8 +38,8 @@ _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's met
 
 def save(
     path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     *,
     step: int = 0,
@@ -91,7 +91,10 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], model: Any, optimizer: Any = None, scheduler: Any = None
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
 ) -> dict[str, Any]:
     """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
 
@@ -243,7 +246,7 @@ class _OptimizerView:
     other states are in `settings`.
     """
 
-    def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
+    def __init__(self, owner: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
         self._owner = owner
         self.optimizer = optimizer
         parts = parts_of(optimizer)
@@ -260,7 +263,7 @@ class _OptimizerView:
         self._read: dict[str, dict[int, Any]] = {}
         self._of_numbers = states_of_numbers(optimizer)
 
-    def checkpoint_view(self, model: Any) -> Any:
+    def checkpoint_view(self, model: torch.nn.Module) -> Any:
         return self
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -329,11 +329,11 @@ class Program(ABC):
         return total, weight
 
     @abstractmethod
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight of the loss, and the saved activations for `backward`."""
 
     @abstractmethod
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         """Add the gradient of the loss's *sum* to every unit, and reduce each as it is done."""
 
     def train(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from mpishard.base import (
     store,
     wide,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
@@ -68,13 +67,13 @@ class Dropout(Layer):
         """Return the input's shape."""
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Mask x of shape (B, ...), and save the mask, which takes one byte for each element."""
         if not (context.training and self.is_random):
             return x, None
         return self.mask_by(x, MaskStream(context, math.prod(x.shape[1:]), self.rate))
 
-    def mask_by(self, x: Array, stream: MaskStream) -> tuple[Array, Any]:
+    def mask_by(self, x: Array, stream: MaskStream) -> tuple[Array, Saved]:
         """Do what `forward` does in training, with the next masks of a stream.
 
         A GPU makes them itself: they are those of the host, bit by bit.
@@ -86,7 +85,7 @@ class Dropout(Layer):
         y_BE, mask_BE = device_passes.dropout(x_BE, 1.0 / (1.0 - self.rate), **stream.state())
         return y_BE.reshape(x.shape), mask_BE
 
-    def mask(self, x: Array, next_masks: Callable[[int], Array]) -> tuple[Array, Any]:
+    def mask(self, x: Array, next_masks: Callable[[int], Array]) -> tuple[Array, Saved]:
         """Do what `forward` does in training, with given masks.
 
         Parameters
@@ -109,7 +108,7 @@ class Dropout(Layer):
             store(y_BE[rows], y)
         return y_BE.reshape(x.shape), mask_BE
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by m / (1 - rate) in place."""
         if saved is None:
             return dy, None

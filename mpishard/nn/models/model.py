@@ -29,6 +29,7 @@ from mpishard.contracts import (
     IPipelineDecomposableModel,
     LayerInfo,
     ModelMetadata,
+    Saved,
 )
 from mpishard.data import map_arrays
 from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
@@ -412,11 +413,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Any]:
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Saved]:
         run = self._run(x, target)
         return run.input_gradient(), run
 
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
+    def compute_weight_gradients(self, x: Array, target: Array, cached: Saved) -> Array:
         is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
         if not (is_ours and cached.is_pending):
             raise ValueError(
