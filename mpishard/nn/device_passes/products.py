@@ -146,7 +146,7 @@ def multiply(a: Array, b: Array, out: Array | None = None) -> Array:
         result = xp.zeros(shape, a.dtype)
     else:
         is_place = out is not None and out.flags.c_contiguous
-        result = out if is_place else xp.empty(shape, a.dtype)
+        result = out if out is not None and is_place else xp.empty(shape, a.dtype)
         (left, a_is_turned), (right, b_is_turned) = _operand(a), _operand(b)
         gemm(left, right, _as_batch(result), a_is_turned=a_is_turned, b_is_turned=b_is_turned)
     if out is not None and out is not result:
