@@ -478,7 +478,8 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     k_BGKS = k_BGSK.swapaxes(-1, -2)
     if not is_bfloat16(q_BGQRK):
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
-        return np.matmul(_joined(scaled), k_BGKS)
+        scores: Array = np.matmul(_joined(scaled), k_BGKS)
+        return scores
     q_BGPK = _joined(q_BGQRK)
     scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
     if scale != 1.0:
