@@ -18,6 +18,7 @@ import numpy as np
 
 from mpishard.base import NAMESPACES, Array, Kernel
 
+# A context variable, because each thread-rank may train a model of another precision.
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads both on the host.
 
@@ -73,6 +74,7 @@ def multiply(a: Array, b: Array, out: Array | None, precision: str) -> Array:
     """
     xp = NAMESPACES[type(a)]
     shape = (*(a if a.ndim > b.ndim else b).shape[:-2], a.shape[-2], b.shape[-1])
+    # cuBLAS refuses empty matrices. A sum over no elements is 0.
     if not (a.size and b.size):
         result = xp.zeros(shape, np.float32)
     else:
@@ -87,6 +89,7 @@ def multiply(a: Array, b: Array, out: Array | None, precision: str) -> Array:
 
 def _operand(x: Array) -> tuple[Array, bool]:
     """Return C-contiguous memory of an operand, and True if it has the operand transposed."""
+    # cuBLAS reads a transposed operand as it lies, so that most views need no copy.
     is_turned = x.strides[-2] < x.strides[-1]
     return NAMESPACES[type(x)].ascontiguousarray(x.swapaxes(-1, -2) if is_turned else x), is_turned
 
@@ -98,11 +101,13 @@ def _multiply(
     (a, a_is_turned), (b, b_is_turned) = left, right
     rows, columns = out.shape[-2:]
     inner = a.shape[-2] if a_is_turned else a.shape[-1]
+    # For TF32 the tensor cores round by themselves, and need no copy in another dtype.
     kind, compute = runtime.CUDA_R_32F, blas.CUBLAS_COMPUTE_32F_FAST_TF32
     if precision == "bfloat16":
         a, b = rounded_to_bfloat16(a), rounded_to_bfloat16(b)
         kind, compute = runtime.CUDA_R_16BF, blas.CUBLAS_COMPUTE_32F
     # cuBLAS reads columns where these arrays have rows: it makes the transposed result b^T a^T.
+    # The batched call, with a batch of one for two matrices: one path for both.
     blas.gemmStridedBatchedEx(
         xp.cuda.device.get_cublas_handle(),
         int(b_is_turned),

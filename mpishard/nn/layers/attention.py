@@ -82,6 +82,7 @@ class Attention(Layer):
     def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes(type(self).__name__, heads=heads, kv_heads=kv_heads)
+        # Each head of keys serves the same number of heads of queries.
         check_divides("kv_heads", kv_heads, "heads", heads)
         self.heads = heads
         self.kv_heads = kv_heads
@@ -118,6 +119,7 @@ class Attention(Layer):
         """
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
+        # An empty batch has no blocks, and no largest score.
         if not y.size:
             return y, (x, y, None) if context.training else None
         q_BGQTK, k_BGSK, v_BGSK = self._split(x)
@@ -147,6 +149,7 @@ class Attention(Layer):
         """Write the output for x into y, and return the log of each softmax's denominator."""
         xp = NAMESPACES[type(x)]
         cached = k_BGSK.shape[2] - x.shape[1]
+        # In float32 for bfloat16 inputs: backward takes an exponential of the difference to it.
         logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
         for rows, columns, start in self._blocks(x, cached):
@@ -208,6 +211,7 @@ class Attention(Layer):
             )
             return weights, None, logsum
         if not are_small:
+            # Without it the exponential of a large score is infinite.
             scores_BGPS -= largest
         np.exp(scores_BGPS, out=scores_BGPS)
         total = np.einsum("...ps->...p", scores_BGPS)[..., None]
@@ -232,6 +236,7 @@ class Attention(Layer):
         if is_device_array(x):
             scores_BGPS, dscores_BGPS = _scores(q, k, 1.0), _scores(d, v, 1.0)
             queries = q.shape[-2] if self.causal else 0
+            # A block of logs may be a view with gaps between heads.
             logs = NAMESPACES[type(x)].ascontiguousarray(logsum)
             device_passes.softmax_backward(scores_BGPS, dscores_BGPS, logs, scale, start, queries)
             return scores_BGPS, dscores_BGPS
@@ -256,6 +261,7 @@ class Attention(Layer):
         # exp(score - logsum) is the softmax of the forward pass, which saved one number per row.
         scores_BGPS -= _joined(logsum)
         np.exp(scores_BGPS, out=scores_BGPS)
+        # The scale is applied to K numbers for each query instead of S scores.
         scaled_d = wide(d) * scale
         if is_bfloat16(d):
             dscores_BGPS = _scores(d, v, scale)
@@ -289,6 +295,8 @@ class Attention(Layer):
             q, d, k, v = q_BGQTK[rows], dy_BGQTK[rows], k_BGSK[columns], v_BGSK[columns]
             is_first = start + d.shape[3] == x.shape[1]
             if is_first:
+                # Float32 sums over all blocks of queries, which are rounded to bfloat16 once, at
+                # the end.
                 dk_all, dv_all = scratch(dk_BGSK[columns[:2]]), scratch(dv_BGSK[columns[:2]])
             dk, dv = dk_all[:, :, columns[2]], dv_all[:, :, columns[2]]
             scores_BGPS, dscores_BGPS = self._softmax_backward(
@@ -303,6 +311,7 @@ class Attention(Layer):
             else:
                 dv += _key_product(scores_BGPS, d, _apart(dv))
                 dk += _key_product(dscores_BGPS, q, _apart(dk))
+            # The block of the first queries is the last of its samples and groups.
             if start == 0:
                 store(dk_BGSK[columns[:2]], dk_all)
                 store(dv_BGSK[columns[:2]], dv_all)
@@ -358,9 +367,13 @@ class Attention(Layer):
         length = int(x.shape[1])
         keys = length + cached
         if is_device_array(x):
+            # On a GPU launches cost more than memory traffic, so that blocks are as large as memory
+            # allows.
             limit = int(device_bytes(x) * _SHARE_OF_DEVICE) // x.dtype.itemsize
         else:
             limit = chunk_length(x)
+        # First the queries of a block, then groups, then samples: products of many queries are the
+        # fastest.
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
         if compiled(passes.softmax_forward, x) is not None:
             limit *= 2  # A loop passes over the scores twice, and NumPy eight times.
@@ -412,6 +425,7 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
         product(a_BGPS, b_BGSK, out_BGQRK[:, :, 0])
     else:
         shape = *a_BGPS.shape[:-1], b_BGSK.shape[-1]
+        # BLAS writes only to matrices with one stride, and the rows of several heads have two.
         y_BGPK = product(a_BGPS, b_BGSK, NAMESPACES[type(a_BGPS)].empty(shape, out_BGQRK.dtype))
         out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
 
@@ -437,6 +451,7 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     """Return ``scale * q k^T`` for each head; bfloat16 is scaled in float32, after the product."""
     k_BGKS = k_BGSK.swapaxes(-1, -2)
     if not is_bfloat16(q_BGQRK):
+        # The queries are scaled, because they have K numbers for each row of S scores.
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
         return product(_joined(scaled), k_BGKS)
     q_BGPK = _joined(q_BGQRK)
