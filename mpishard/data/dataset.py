@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
-from mpishard.base import Array, array_namespace, as_count, as_integer, require_plain
+from mpishard.base import Array, Namespace, array_namespace, as_count, as_integer, require_plain
 
 
 class TokenWindows:
@@ -52,7 +52,7 @@ class TokenWindows:
 
     def __init__(
         self,
-        tokens: Array,
+        tokens: Any,
         context_length: int,
         *,
         offset: int = 0,
@@ -90,10 +90,10 @@ class TokenWindows:
         """(number of windows, context_length)."""
         return len(self), self.context_length
 
-    def __getitem__(self, indices: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def __getitem__(self, indices: Any) -> npt.NDArray[np.int64]:
         """Return windows as a new int64 array, shape (n, context_length), for n indices."""
         # Tokens are stored in few bytes, but embeddings and losses index with int64.
-        windows: np.ndarray[Any, np.dtype[np.int64]] = self._windows[indices].astype(np.int64)
+        windows: npt.NDArray[np.int64] = self._windows[indices].astype(np.int64)
         return windows
 
     def __repr__(self) -> str:
@@ -222,7 +222,11 @@ def is_sparse(dataset: Any) -> bool:
     return hasattr(dataset, "tocsr")
 
 
-def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
+@overload
+def take(dataset: Samples, indices: Array) -> Samples: ...
+@overload
+def take(dataset: Any, indices: Array) -> Array: ...
+def take(dataset: Any, indices: Array) -> Array | Samples:
     """Return the samples of ``dataset`` at ``indices``, as a new array.
 
     Nothing else of the data set is read.
@@ -255,7 +259,8 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
         return dataset[indices]
     if (xp := namespace_of(dataset)) is not None:
         # CuPy does not index by an array of the host.
-        return dataset[xp.asarray(indices)]
+        chosen: Array = dataset[xp.asarray(indices)]
+        return chosen
     if is_sparse(dataset):
         # Only the batch becomes dense; the data set itself might not fit into memory.
         return _as_array(dataset[indices].toarray())
@@ -287,7 +292,7 @@ def _as_array(samples: Any) -> Array:
     return np.asarray(samples) if namespace_of(samples) is None else samples
 
 
-def namespace_of(dataset: Any) -> ModuleType | None:
+def namespace_of(dataset: Any) -> Namespace | None:
     """Return NumPy or CuPy for their arrays, and None for other data sets."""
     try:
         return array_namespace(dataset)

@@ -18,6 +18,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    Scalar,
     array_namespace,
     as_amount,
     as_integer,
@@ -28,7 +29,7 @@ from mpishard.base import (
     lies_on_device,
     to_host,
 )
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any
@@ -96,7 +97,7 @@ class _RealLoss(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         """Return the sum for a prediction and a target of one shape (N, ...), and the weight.
 
         Without weights of samples or classes it is N. Save the gradient itself. The errors raised
@@ -161,9 +162,10 @@ class _RealLoss(Loss):
         if target.dtype.kind not in "fiub":
             raise TypeError(f"{owner} takes real targets, got an array of {target.dtype}")
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return the slope at each element, divided by the number of output elements per sample."""
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class MSE(_RealLoss):
@@ -301,7 +303,7 @@ class CrossEntropy(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight for logits of shape (..., V) and integer targets of shape (...).
 
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
@@ -403,9 +405,9 @@ class CrossEntropy(Loss):
                 f"the ignored {self.ignore_index}"
             )
 
-    def _checked_shapes(self, prediction_shape: tuple[int, ...], target: Any) -> Array:
+    def _checked_shapes(self, prediction_shape: tuple[int, ...], given: Any) -> Array:
         """Return the targets without weights, after all checks but that of the targets' values."""
-        target = checked_targets("CrossEntropy", target)
+        target = checked_targets("CrossEntropy", given)
         if not prediction_shape or target.shape != prediction_shape[:-1]:
             raise ValueError(
                 "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
@@ -420,12 +422,13 @@ class CrossEntropy(Loss):
             )
         return target
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored.
 
         It is multiplied by the weight of the target.
         """
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class BinaryCrossEntropy(_RealLoss):

@@ -38,7 +38,8 @@ def checked_targets(owner: str, target: Any) -> Array:
     """
     if not isinstance(target, Samples):
         array_namespace(target)
-        return target
+        only: Array = target
+        return only
     # Only in a pair is it known which array has the weights.
     if not isinstance(target.tree, list | tuple) or len(target.tree) != 2:
         raise TypeError(

@@ -337,9 +337,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     return [float(s) for s in np.median(seconds[1:], axis=0)]
 
 
-def _measure(
-    model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: np.ndarray[Any, Any]
-) -> None:
+def _measure(model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: Array) -> None:
     """Run one forward and backward pass, and add its times to ``seconds``."""
     # A new one for each pass, as a step has.
     context = Context(seed=model.seed)
@@ -359,14 +357,15 @@ def _measure(
     seconds[-1] += time.perf_counter() - start  # the last stage computes it
     for index, (name, layer) in reversed(list(enumerate(model.chain.children.items()))):
         start = time.perf_counter()
-        dy = layer.backward(
+        dx = layer.backward(
             views.get(name, {}),
             saved.pop(),
             dy,
             gradients.get(name, {}),
             needs_input_gradient=index > 0,
         )
-        if dy is not None:
+        if dx is not None:
+            dy = dx
             synchronize(dy)
         seconds[index] += time.perf_counter() - start
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mpishard.base import Array, check_divides, check_sizes, require_type
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import Saved
 from mpishard.nn import (
     Attention,
     Context,
@@ -37,7 +37,7 @@ class _SequenceChain(Sequential):
             )
         return super().output_shape(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BTD to y_BTD, after a check of the shape. Collective."""
         # If a layer failed after the first one has communicated, the other ranks would wait.
         self.output_shape(x.shape[1:])

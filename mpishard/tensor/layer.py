@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from mpishard.base import NAMESPACES, Array, ShardLayout, require_type
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import Saved
 from mpishard.nn import Layer, Parameters, ParameterSpec
 from mpishard.sharding import Box, box_shape, whole_box
 
@@ -246,7 +246,7 @@ class SplitLayer(TensorParallelLayer):
         """Return the whole layer's operations for an input of this shape."""
         return self.whole.estimated_flops(input_shape)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Return the whole layer's input gradient for ``saved`` and ``dy``, and its pending."""
         return self.whole.backward_input(p, saved, dy)
 
@@ -256,7 +256,7 @@ def slice_of(spec: ParameterSpec, boxes: tuple[Box, ...]) -> ParameterSpec:
     first, *others = (box_shape(box) for box in boxes)
     shape = (first[0] + sum(other[0] for other in others), *first[1:])
 
-    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> Array:
         # The whole parameter is made and then cut, so that values do not depend on the world size.
         full = spec.initializer(generator, spec.shape)
         parts = [full[tuple(slice(low, high) for low, high in box)] for box in boxes]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from mpishard.base import (
     wide_dtype,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import (
     Context,
     Gradients,
@@ -153,7 +152,7 @@ class SplitLinear(TensorParallelLayer):
             for name, spec in self._whole.items()
         }
 
-    def _checked(self, name: str, array: Array) -> np.ndarray[Any, Any]:
+    def _checked(self, name: str, array: Array) -> Array:
         owner = f"{type(self).__name__}({self.input_size}, {self.output_size})"
         spec = self._whole.get(name)
         if spec is None:
@@ -170,16 +169,18 @@ class SplitLinear(TensorParallelLayer):
         # A copy, because the caller may change the array before a model is built.
         return np.array(to_host(array), dtype=np.float64)
 
-    def _activate(self, y: Array, context: Context) -> tuple[Array, Any]:
+    def _activate(self, y: Array, context: Context) -> tuple[Array, Saved]:
         if self.activation is None:
             return y, None
         return self.activation.forward({}, y, context)
 
-    def _before_activation(self, saved: Any, dy: Array) -> Array:
+    def _before_activation(self, saved: Saved, dy: Array) -> Array:
         """Return the gradient of the activation's input, which may be ``dy`` or a new array."""
         if self.activation is None:
             return dy
-        return self.activation.backward_input({}, saved, dy)[0]
+        dx, _ = self.activation.backward_input({}, saved, dy)
+        assert dx is not None, "an activation has an input gradient"
+        return dx
 
 
 class ColumnParallelLinear(SplitLinear):
@@ -294,7 +295,7 @@ class ColumnParallelLinear(SplitLinear):
         rows = math.prod(self.output_shape(input_shape)[:-1])
         return 2 * self.input_size * self.local_output_size * rows
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I), and save x (or its slice) and the activation's saved values.
 
         Collective if the input is a slice or the output is gathered.
@@ -306,12 +307,12 @@ class ColumnParallelLinear(SplitLinear):
             y = self.split.gather(self.backend, y)
         return y, (x, activation_saved) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient, summed over the ranks. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         return self._reduce(_product(dy, p["weight"]))(), (x, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of this rank's rows. Collective with ``sequence_parallel``."""
         x, dy = pending
         if self.sequence_parallel:
@@ -323,12 +324,12 @@ class ColumnParallelLinear(SplitLinear):
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, with the sum of dx under way during the weight's product. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         # The all-gather is issued first, so that it is under way during the first product.
@@ -338,7 +339,7 @@ class ColumnParallelLinear(SplitLinear):
         self._local.backward_weight((x if gathered is None else gathered(), dy), g)
         return None if reduced is None else reduced()
 
-    def _local_gradient(self, activation_saved: Any, dy: Array) -> Array:
+    def _local_gradient(self, activation_saved: Saved, dy: Array) -> Array:
         """Return the gradient of this rank's x W^T + b."""
         if self.gather_output:
             dy = self.split.take(dy, self.backend.rank)
@@ -453,7 +454,7 @@ class RowParallelLinear(SplitLinear):
         """Return 2 C O for each row: this rank's part of the product."""
         return self._local.estimated_flops(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., C), and save x and the activation's saved values. Collective."""
         # Without the bias, which the plain layer's forward would add on each rank.
         y = _product(x, p["weight"].T)
@@ -467,23 +468,23 @@ class RowParallelLinear(SplitLinear):
         y, activation_saved = self._activate(y, context)
         return y, (x, activation_saved) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient of this rank's inputs. Collective with ``sequence_parallel``."""
         return self._local.backward_input(p, saved[0], self._whole_gradient(saved[1], dy))
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of this rank's columns, and of the bias."""
         self._local.backward_weight(pending, g)
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
             p,
@@ -493,7 +494,7 @@ class RowParallelLinear(SplitLinear):
             needs_input_gradient=needs_input_gradient,
         )
 
-    def _whole_gradient(self, activation_saved: Any, dy: Array) -> Array:
+    def _whole_gradient(self, activation_saved: Saved, dy: Array) -> Array:
         """Return the gradient of x W^T + b at all positions, which every rank needs."""
         dy = self._before_activation(activation_saved, dy)
         # Each rank has other columns of W, whose gradient needs dy at all positions.
@@ -610,18 +611,18 @@ class Stage3ShardedLinear(SplitLinear):
         """Return 2 I O for each row: the operations of the product."""
         return self._linear.estimated_flops(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map this rank's x of shape (..., I), and save x but not W. Collective."""
         y, saved = self._linear.forward(self._gathered(p), x, context)
         y, activation_saved = self._activate(y, context)
         return y, (saved, activation_saved) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient of this rank's input, with W gathered again. Collective."""
         dy = self._before_activation(saved[1], dy)
         return self._linear.backward_input(self._gathered(p), saved[0], dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add this rank's piece of W's gradient, and the bias's gradient. Collective.
 
         Both are sums over the samples of all ranks.
@@ -652,12 +653,12 @@ class Stage3ShardedLinear(SplitLinear):
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, or only the weight's, which does not gather W. Collective."""
         if needs_input_gradient:
             return super().backward(p, saved, dy, g)

@@ -10,9 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, as_flag, chunks, is_device_array, require_type, wide
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    Scalar,
+    as_flag,
+    chunks,
+    is_device_array,
+    require_type,
+    wide,
+)
 from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.contracts import ILossFunction, LayerCategory
+from mpishard.contracts import ILossFunction, LayerCategory, Saved
 from mpishard.nn import (
     Context,
     CrossEntropy,
@@ -93,7 +102,7 @@ class VocabularyParallelEmbedding(SplitLayer):
             input_shape = (local_length(self.backend, time), *input_shape[1:])
         return super().output_shape(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Look up integer tokens of any shape, and save them. Collective.
 
         The errors raised are those of `check_input`.
@@ -110,11 +119,11 @@ class VocabularyParallelEmbedding(SplitLayer):
         # In place: the lookup has made y.
         return self.backend.all_reduce(y), saved
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[None, Saved]:
         """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add each row of dy to the gradient of its token's row, if this rank has that row.
 
         The order of additions is the same in every run. Collective with ``sequence_parallel``.
@@ -198,7 +207,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         """Return sum and weight for this rank's logits (..., R) and targets (...). Collective.
 
         Save the gradient itself. The errors raised are those of `check_target`, and a ValueError
@@ -238,12 +247,12 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             expected_N += self.loss.label_smoothing / self.split.size * sums[2]
         log_normalizer_N = xp.log(normalizer_N)
         losses_N = log_normalizer_N - expected_N
-        slope_N = 1.0
+        slope_N: Scalar = 1.0
         if self.loss.z_loss:
             log_normalizer_N += largest_N  # This makes it log(Z).
             losses_N += self.loss.z_loss * xp.square(log_normalizer_N)
             slope_N = 1.0 + 2.0 * self.loss.z_loss * log_normalizer_N
-        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=xp.float64))
+        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=np.float64))
         weight = float(weight_N.sum())
         if gradient_NR is None:
             return total, weight, None
@@ -306,9 +315,10 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             own = is_here_N[rows] * weight_N[rows]
             gradient[index] -= ((1.0 - smoothing) * own).astype(dtype)
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return this rank's slice of the gradient of `mpishard.nn.CrossEntropy`."""
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class GatheredOutputLoss(ILossFunction):
@@ -347,7 +357,7 @@ class GatheredOutputLoss(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight for this rank's slice (..., R) of the predictions. Collective."""
         whole = self.split.gather(self.backend, prediction)
         # A user's loss that is only trained with need not have the parameter ``training``.
@@ -357,7 +367,7 @@ class GatheredOutputLoss(ILossFunction):
             else self.loss.forward(whole, target, training=False)
         )
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return the gradient of this rank's slice."""
         return self.split.take(self.loss.backward(saved), self.backend.rank)
 

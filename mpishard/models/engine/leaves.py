@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.base import Array, LeafLayout, ShardLayout, block_squares, read_numbers
+from mpishard.base import Array, DType, LeafLayout, Scalar, ShardLayout, block_squares, read_numbers
 from mpishard.communication import (
     CommunicationBackend,
     ReductionOperation,
@@ -128,7 +128,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
         )
 
 
-def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
+def say_what_may_differ(config: ShardingConfiguration, dtype: DType) -> None:
     """Warn of idle ranks, different kernels and several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = _fingerprint(dtype)
@@ -163,7 +163,7 @@ def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> 
         )
 
 
-def _fingerprint(dtype: np.dtype[Any]) -> dict[str, str]:
+def _fingerprint(dtype: DType) -> dict[str, str]:
     """Return versions, kernels and threads on which the bits of a model in this dtype depend."""
     found = numerics_fingerprint()
     if dtype == np.float64:  # layers have no compiled loops for it, and rules the bits of NumPy
@@ -192,7 +192,7 @@ class GradientLeaves:
     """
 
     def __init__(
-        self, config: ShardingConfiguration, axis: CommunicationBackend, dtype: np.dtype[Any]
+        self, config: ShardingConfiguration, axis: CommunicationBackend, dtype: DType
     ) -> None:
         assert config.gradient_leaves is not None
         self.count = config.gradient_leaves
@@ -277,7 +277,7 @@ class GradientLeaves:
         self._own = [self._places[piece.start] for piece in mine]
         return mine
 
-    def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
+    def message(self, parts: Sequence[tuple[Scalar, Scalar]], gradients: Sequence[Array]) -> Array:
         """Return the rank's summands of the totals: zeros except for its own leaves and cells.
 
         Parameters
@@ -298,15 +298,17 @@ class GradientLeaves:
         with np.errstate(over="ignore", invalid="ignore"):
             return _tree(losses), _tree(weights), float(squares.sum())
 
-    def total(self, parts: Sequence[tuple[float, float]], subject: int = 0) -> tuple[float, float]:
+    def total(
+        self, parts: Sequence[tuple[Scalar, Scalar]], subject: int = 0
+    ) -> tuple[float, float]:
         """Return sum and weight of a loss over all leaves, from this rank's. Collective."""
         total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts), subject=subject))
         return total, weight
 
-    def _spread(self, parts: Sequence[tuple[float, float]]) -> Array:
+    def _spread(self, parts: Sequence[tuple[Scalar, Scalar]]) -> Array:
         """Return loss sums and weights of all leaves: zeros except for this rank's."""
         slots = np.zeros((2, self.count))
-        slots[:, self._slots] += np.transpose(parts)  # adding to 0 leaves no -0
+        slots[:, self._slots] += np.array(parts).T  # adding to 0 leaves no -0
         return slots.ravel()
 
 

@@ -7,10 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import HOST, Array, MissingLossError, require_plain, rounded, to_host, widened
+from mpishard.base import (
+    HOST,
+    Array,
+    MissingLossError,
+    Scalar,
+    require_plain,
+    rounded,
+    to_host,
+    widened,
+)
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
+from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved
 from mpishard.data import Samples, map_arrays
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
@@ -182,7 +191,7 @@ class LayeredProgram(Program):
         """Return outputs as the loss and the user take them."""
         return widened(values) if self._mixed else values
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         assert batch.loss is not None
         (chain,) = self.chains
         x = self.entering(batch.x)
@@ -194,7 +203,7 @@ class LayeredProgram(Program):
             total = unread_loss(total, batch.loss)
         return total, weight, [activations, batch.loss, of_loss]
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         activations, loss, of_loss = saved
         # The caller's list must not keep activations that each layer's backward frees.
         saved.clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpishard.base import (
     Array,
+    Data,
     Device,
     MissingMemberError,
     adapter_hint,
@@ -19,7 +20,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -104,9 +105,10 @@ class OpaqueProgram(WholeProgram):
         parameters.reshard(unit)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        return _member(self._model, "predict")(x)
+        prediction: Array = _member(self._model, "predict")(x)
+        return prediction
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Saved]:
         x, y, loss = batch.x, batch.y, batch.loss
         # A black box is not given an empty batch, whose mean would be 0 / 0.
         if len(x) == 0:
@@ -144,14 +146,14 @@ class OpaqueProgram(WholeProgram):
             )
         return as_loss(mean, self._model) * len(x), float(len(x)), (gradient, len(x))
 
-    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+    def measure(self, loss: ILossFunction, prediction: Array, y: Data) -> tuple[float, float]:
         """Do as `Program.measure`, also for a loss that is any function that returns a mean."""
         if hasattr(loss, "forward"):
             return super().measure(loss, prediction, y)
         samples = len(prediction if y is None else y)
         return as_loss(loss(prediction, y), self._model) * samples, float(samples)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         (unit,) = self.units
         # A target without values is written and not added to, which saves clearing and reading it.
         target, is_empty = gradients.target(unit)

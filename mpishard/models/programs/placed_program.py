@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, MissingLossError, MissingMemberError, ShardingError
+from mpishard.base import Array, DType, MissingLossError, MissingMemberError, Scalar, ShardingError
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -50,7 +50,7 @@ class IPlaceableModel(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The one dtype of the parameters."""
 
     def obstacle_to_bfloat16(self) -> str | None:
@@ -123,14 +123,14 @@ class IPlaceableModel(ABC):
     @abstractmethod
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight of the loss, and the saved values that `backward_pass` needs.
 
         With ``loss`` None it is the model's own.
         """
 
     @abstractmethod
-    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, saved: Saved, receive: Callable[[int, Array], None]) -> None:
         """Compute the gradient of the loss's *sum*, parameter by parameter.
 
         ``receive(index, gradient)`` is called, in any order, once for each entry that has a
@@ -212,7 +212,7 @@ class PlacedProgram(WholeProgram):
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return self._model.predict(x)
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         is_alone = not (batch.context.training and self._model.computes_together)
         if len(batch.x) == 0 and is_alone:
             return 0.0, 0.0, None
@@ -220,7 +220,7 @@ class PlacedProgram(WholeProgram):
             return *self._model.own_loss(batch.x, batch.y), None
         return self._model.forward_pass(batch.x, batch.y, batch.loss)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         arrivals = Arrivals(self.units, self.entries, gradients, self.frozen_units)
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)

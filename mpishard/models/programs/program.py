@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from mpishard.base import (
     HOST,
     Array,
+    Data,
     Device,
+    DType,
     MissingMemberError,
+    Scalar,
     as_loss,
     beside,
     lies_on_device,
@@ -22,7 +23,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -32,7 +33,7 @@ from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 
 
-def unread_loss(total: Any, loss: ILossFunction) -> float | Array:
+def unread_loss(total: Any, loss: ILossFunction) -> Scalar:
     """Return a loss's sum as a float, or as an array of one element on a GPU, for which none waits.
 
     Raises
@@ -41,7 +42,8 @@ def unread_loss(total: Any, loss: ILossFunction) -> float | Array:
         As `as_loss`.
     """
     if lies_on_device(total) and total.size == 1 and total.dtype.kind == "f":
-        return total
+        unread: Array = total
+        return unread
     return as_loss(total, loss, "sum")
 
 
@@ -187,7 +189,7 @@ class Program(ABC):
     vector: ModelVector
     units: tuple[Unit, ...]
     kept: frozenset[int]
-    dtype: np.dtype[Any]
+    dtype: DType
     entries: tuple[ParameterEntry, ...]
     device: Device = HOST
     needs_whole_parameters: ClassVar[bool] = False
@@ -319,7 +321,7 @@ class Program(ABC):
         """
         raise MissingMemberError("generate needs a GPT, but this model is not one")
 
-    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+    def measure(self, loss: ILossFunction, prediction: Array, y: Data) -> tuple[float, float]:
         """Return sum and weight of ``loss``, without a gradient."""
         target = map_arrays(lambda array: beside(array, prediction), y)
         total, weight, _ = loss.forward(prediction, target, training=False)
@@ -327,16 +329,16 @@ class Program(ABC):
         return total, weight
 
     @abstractmethod
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight of the loss, and the saved activations for `backward`."""
 
     @abstractmethod
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         """Add the gradient of the loss's *sum* to every unit, and reduce each as it is done."""
 
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
-    ) -> tuple[float, float]:
+    ) -> tuple[Scalar, Scalar]:
         """Run forward and backward; return sum and weight of the loss, 0 unless it speaks."""
         with span("forward"):
             total, weight, saved = self.forward(parameters, batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mpishard.base import (
     store,
     wide,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.passes import bits, compiled
@@ -67,7 +66,7 @@ class ReLU(_Activation):
 
     computes_bfloat16 = True
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return max(x, 0) and save it.
 
         The next layer usually saves the same array, so that this costs no memory.
@@ -89,7 +88,7 @@ class ReLU(_Activation):
             y = np.maximum(x, 0)
         return y, y if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Set ``dy`` to 0 in place unless y > 0."""
         if dy.dtype == BFLOAT16:
             words = dy.view(np.int16)
@@ -107,7 +106,7 @@ class _SavedOutput(_Activation):
     computes_bfloat16 = True
     _name: str  # of the kernels in `mpishard.nn.device_passes`
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return y, in chunks that fit the cache, and save it."""
         if is_device_array(x):
             y = device_passes.activation(self._name, _contiguous(x))
@@ -125,7 +124,7 @@ class _SavedOutput(_Activation):
     def _squash(self, x: Array, y: Array) -> None:
         """Write the output of one chunk to y."""
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by the slope in place."""
         if is_device_array(dy):
             return _backward_on_device(self._name, saved, dy), None
@@ -175,7 +174,7 @@ class _SavedSlope(_Activation):
     _name: str  # of the kernel in `mpishard.nn.device_passes`
     _loop: Callable[..., None] | None = None  # Loop of `mpishard.nn.passes` for numba, if any.
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return y and save the slope dy/dx."""
         if is_device_array(x):
             return device_passes.activation_with_slope(
@@ -187,18 +186,20 @@ class _SavedSlope(_Activation):
         # The loop makes output and slope in one pass; NumPy makes a pass for each operation, chunk
         # by chunk.
         loop = None if self._loop is None else compiled(self._loop, flat_x)
+        slope: Array | None = None
         if loop is not None:
             # The compiled loop always writes a slope: a variant without it would be compiled anew.
             slope = xp.empty_like(flat_x)
             loop(bits(flat_x), bits(flat_y), bits(slope))
             return flat_y.reshape(x.shape), slope if context.training else None
-        slope = xp.empty_like(flat_x) if context.training else None
+        if context.training:
+            slope = xp.empty_like(flat_x)
         for part in chunks(flat_x):
             y_part = scratch(flat_y[part])
             slope_part = None if slope is None else scratch(slope[part])
             self._activate(wide(flat_x[part]), y_part, slope_part)
             store(flat_y[part], y_part)
-            if slope is not None:
+            if slope is not None and slope_part is not None:
                 store(slope[part], slope_part)
         return flat_y.reshape(x.shape), slope
 
@@ -206,7 +207,7 @@ class _SavedSlope(_Activation):
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
         """Write the output of one chunk to y, and its slope to ``slope`` unless that is None."""
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by the saved slope in place."""
         # One multiplication is bound by memory, and gains nothing from chunks.
         if not is_bfloat16(dy):
@@ -293,7 +294,7 @@ class Softmax(Layer):
             )
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return and save y. exp cannot overflow, as each row's maximum is subtracted first."""
         xp = NAMESPACES[type(x)]
         if xp is not np:
@@ -312,7 +313,7 @@ class Softmax(Layer):
         y = y_NV.reshape(x.shape)
         return y, y if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Overwrite ``dy`` with the input's gradient y_v (dy_v - sum_u y_u dy_u)."""
         y_NV = saved.reshape(-1, saved.shape[-1])
         if is_device_array(dy):
@@ -347,7 +348,7 @@ class SwiGLU(Layer):
             )
         return (*input_shape[:-1], input_shape[-1] // 2)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., 2 F) to y of shape (..., F), and save x itself."""
         if is_device_array(x):
             y_NF = device_passes.swiglu(_contiguous(x).reshape(-1, x.shape[-1]))
@@ -362,7 +363,7 @@ class SwiGLU(Layer):
             store(y_NF[rows], y)
         return y_NF.reshape(*x.shape[:-1], y_NF.shape[1]), x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient [dy b s (1 + a (1 - s)) | dy a s] of x = [a | b]."""
         if is_device_array(dy):
             dx_N2F = device_passes.swiglu_backward(

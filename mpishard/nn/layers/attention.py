@@ -29,7 +29,7 @@ from mpishard.base import (
     wide,
     wide_dtype,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.layers.products import product
@@ -105,7 +105,7 @@ class Attention(Layer):
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * width * pairs
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (B, T, (H + 2 G) K) to y_BTD.
 
         Save x, y and the log of each softmax's denominator. With a cache, each row also attends
@@ -274,7 +274,7 @@ class Attention(Layer):
         dscores_BGPS *= scores_BGPS
         return _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient of x.
 
         With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_S(P dP)). This

@@ -23,7 +23,7 @@ from mpishard.base import (
     wide,
     wide_dtype,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (
     Context,
@@ -308,7 +308,7 @@ class Conv2D(Layer):
             )
         return (self.outputs, *self.windows.counts(*input_shape[1:]))
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BCHW to y_BOPQ, and save x itself."""
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
@@ -326,7 +326,7 @@ class Conv2D(Layer):
             store(y_BOS[rows], part)
         return y, x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient: w^T dy, the columns' gradient, summed for each pixel."""
         xp = NAMESPACES[type(dy)]
         dx = xp.empty(saved.shape, dtype=dy.dtype)
@@ -340,7 +340,7 @@ class Conv2D(Layer):
             store(dx[rows], part)
         return dx, (saved, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add dy times the columns to the weight's gradient, and the sum of dy to the bias's."""
         x, dy = pending
         xp = NAMESPACES[type(dy)]
@@ -407,7 +407,7 @@ class MaxPool2D(Layer):
             raise ValueError(f"MaxPool2D needs samples of shape (C, H, W), got {input_shape}")
         return (input_shape[0], *self.windows.counts(*input_shape[1:]))
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BCHW to y_BCPQ, and save x's shape and each maximum's position in its window."""
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
@@ -429,7 +429,7 @@ class MaxPool2D(Layer):
             store(y[rows], largest)
         return y, None if which is None else (x.shape, which)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the elements of ``dy`` at the positions of the maxima, and 0 elsewhere."""
         shape, which = saved
         dx = NAMESPACES[type(dy)].empty(shape, dtype=dy.dtype)
@@ -455,11 +455,11 @@ class Flatten(Layer):
         """Return the product of the dims, (1,) for samples without dims."""
         return (math.prod(input_shape),)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return a view of x if its memory layout allows, otherwise a copy, and save x's shape."""
         y = x.reshape(x.shape[0], *self.output_shape(x.shape[1:]))
         return y, x.shape if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return ``dy`` in the shape of x."""
         return dy.reshape(saved), None

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mpishard.base import Array, address, array_namespace, as_count, as_flag, require_type
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry
 
-Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], Array]
 """``initializer(generator, shape)`` returns a float64 array of that shape."""
 
 Parameters = Mapping[str, Any]
@@ -230,7 +230,7 @@ class Layer(ABC):
         return math.prod(self.output_shape(input_shape))
 
     @abstractmethod
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Compute the output.
 
         Returns
@@ -242,7 +242,7 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Compute the gradient of the input from the gradient ``dy`` of the output.
 
         ``dy`` belongs to this method, which may overwrite it.
@@ -256,18 +256,18 @@ class Layer(ABC):
             because the previous layer overwrites ``dx``.
         """
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of the layer's parameters to ``g``."""
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, leaf by leaf: add to ``g`` and return the input's gradient.
 
         If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may

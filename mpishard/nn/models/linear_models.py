@@ -88,7 +88,8 @@ class LinearModel(Model):
         return self._view("bias").copy()
 
     def _view(self, name: str) -> Array:
-        return self.parameter_table.nested_views(self._parameters())["linear"][name]
+        view: Array = self.parameter_table.nested_views(self._parameters())["linear"][name]
+        return view
 
     # ----------------------------------------------------------------------------------- features
 
@@ -111,7 +112,7 @@ class LinearModel(Model):
         self._features["linear"].active = tuple(indices)
 
     @property
-    def feature_spread(self) -> np.ndarray[Any, Any]:
+    def feature_spread(self) -> Array:
         """Standard deviation of each feature over the data, shape (F,), in the features' units.
 
         `get_feature_importance` multiplies by it. It is 1 until ``model.feature_spread =
@@ -124,7 +125,7 @@ class LinearModel(Model):
         array_namespace(spread)
         self._spread = self._checked_spread(to_host(spread))
 
-    def _checked_spread(self, spread: Any) -> np.ndarray[Any, Any]:
+    def _checked_spread(self, spread: Any) -> Array:
         # A copy, because the caller may change the array.
         values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
@@ -146,7 +147,7 @@ class LinearModel(Model):
         importance_F = sizes_OF.mean(axis=0, dtype=np.float64) * self._spread * active_F
         return dict(zip(self.feature_names, importance_F.tolist(), strict=True))
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the part of the coefficients that predictions depend on: by default all."""
         return weight_OF
 
@@ -175,7 +176,7 @@ class LinearModel(Model):
         super().take_choices(choices)
         self._spread = self._spread_of(choices)
 
-    def _spread_of(self, choices: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    def _spread_of(self, choices: Mapping[str, Any]) -> Array:
         return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 
@@ -274,7 +275,8 @@ class LogisticRegression(LinearModel):
 
     def predict_classes(self, x: Array) -> Array:
         """Return the likeliest class of each input, integers of shape (B,)."""
-        return self.probabilities(self.predict(x)).argmax(axis=1)
+        classes: Array = self.probabilities(self.predict(x)).argmax(axis=1)
+        return classes
 
     def probabilities(self, logits: Array) -> Array:
         """Return the probability of each class, shape (B, C), for logits of any ``predict``.
@@ -286,7 +288,7 @@ class LogisticRegression(LinearModel):
         # 1 - sigmoid(x) would lose the digits of small probabilities.
         return NAMESPACES[type(logits)].concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the coefficients minus their mean over the classes, which softmax cancels."""
         return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF
 

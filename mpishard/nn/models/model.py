@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     Device,
+    DType,
     MissingLossError,
     StructureOnlyError,
     array_namespace,
@@ -28,6 +29,7 @@ from mpishard.contracts import (
     IPipelineDecomposableModel,
     LayerInfo,
     ModelMetadata,
+    Saved,
 )
 from mpishard.data import map_arrays
 from mpishard.nn.checks import read_together
@@ -159,8 +161,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self._table.length
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = self._dtype
+    def dtype(self) -> DType:
+        dtype: DType = self._dtype
         return dtype
 
     @property
@@ -421,11 +423,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Saved]:
         run = self._run(x, target)
         return run.input_gradient(), run
 
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
+    def compute_weight_gradients(self, x: Array, target: Array, cached: Saved) -> Array:
         # A pass of another model would give gradients of the wrong length, or of wrong values.
         is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
         if not (is_ours and cached.is_pending):
@@ -433,7 +435,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 "cached must be the result of this model's "
                 "compute_activation_gradients(x, target), and serves once"
             )
-        return cached.weight_gradients()
+        gradients: Array = cached.weight_gradients()
+        return gradients
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None

@@ -16,6 +16,7 @@ from mpishard.base import (
     NAMESPACES,
     Array,
     Device,
+    DType,
     as_loss,
     copy_into,
     lies_on_device,
@@ -48,7 +49,7 @@ class ParameterVector:
     """
 
     length: int
-    dtype: np.dtype[Any]
+    dtype: DType
     initialize: Callable[[int, Array], None]
     values: Array | None = None
     device: Device = HOST
@@ -187,7 +188,7 @@ class TrainingPass:
 
         return self._mean_gradient(add)
 
-    def input_gradient(self) -> Array:
+    def input_gradient(self) -> Array | None:
         """Run the input's half: return the gradient of the mean loss in x's shape.
 
         It is None if x holds integers, which have no gradient.
