@@ -256,6 +256,20 @@ def test_arrays_on_another_gpu_are_refused_before_anything_is_sent(world, cupy):
     assert world.all_reduce(np.ones(1))[0] == world.world_size
 
 
+def test_backends_that_differ_between_ranks_are_refused_on_all(backend, cupy):
+    if backend.world_size == 1:
+        pytest.skip("needs two ranks")
+    fast = NCCLCommunicationBackend(backend._comm, reductions="fast")
+    exact = NCCLCommunicationBackend(backend._comm)
+    others = "rank 1" if backend.world_size == 2 else "ranks 1.*"
+    for other, name in ((exact, "nccl, exact"), (ms.MPICommunicationBackend(backend._comm), "mpi")):
+        with pytest.raises(
+            CollectiveMismatchError,
+            match=rf"backend is nccl, fast on rank 0, {name} on {others}. Every rank",
+        ):
+            (fast if backend.rank == 0 else other).initialize()
+
+
 def test_arguments_and_missing_libraries_are_refused(backend, monkeypatch):
     with pytest.raises(ValueError, match="reductions must be 'exact' or 'fast', got 'quick'"):
         NCCLCommunicationBackend(backend._comm, reductions="quick")

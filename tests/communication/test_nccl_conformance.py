@@ -12,6 +12,7 @@ from mpishard.base.arrays import copy_into
 from mpishard.base.devices import Device, load_cupy
 from mpishard.communication import NCCLCommunicationBackend
 from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.mpi import messages
 from mpishard.communication.nccl import channel, collectives
 from mpishard.testing.communication import CommunicationConformance
 
@@ -87,8 +88,15 @@ def _through_gpu(name):
     return lambda self, *arguments: self._through_gpu(name, *arguments)
 
 
-for _kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-              "all_to_all"):  # fmt: skip
+for _kind in (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "scatter",
+    "gather",
+    "all_to_all",
+):
     setattr(OnGPU, f"_steps_{_kind}", _through_gpu(f"_steps_{_kind}"))
 
 
@@ -112,8 +120,25 @@ def test_conformance_without_memory_that_all_ranks_share(backend, cupy, nodes, a
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     checks = CommunicationConformance([np.dtype(np.float32)])
     with OnGPU(backend._comm) as world:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
-                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "split",
+            "async_orders",
+            "allocate_shared",
+            "mismatches",
+        ):
+            getattr(checks, f"check_{name}")(world)
+
+
+def test_conformance_where_little_counts_as_large(backend, cupy, monkeypatch):
+    monkeypatch.setattr(messages, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(channel.NCCLChannel, "ROUND_BYTES", 300)
+    checks = CommunicationConformance([np.dtype(np.float32)])
+    with OnGPU(backend._comm) as world:
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "twins"):
             getattr(checks, f"check_{name}")(world)
 
 

@@ -47,12 +47,14 @@ class Job:
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
         The root world. `meet` is collective over it.
+    kind : str
+        The backend and its settings, which must be the same on every rank.
     survives : bool
         Whether its ranks go on if another is gone.
     """
 
-    def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
-        self._comm, self._survives = comm, survives
+    def __init__(self, mpi: Any, comm: Any, kind: str, *, survives: bool = False) -> None:
+        self._comm, self._kind, self._survives = comm, kind, survives
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.mpi = mpi
@@ -82,7 +84,8 @@ class Job:
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
-        mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
+        on_failure = "shrink" if survives else "abort"
+        mine = {**settings.alike(), "on_failure": on_failure, "backend": self._kind}
         # One exchange for the node of each rank and for the settings that must be alike.
         rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
         _require_alike([row[2] for row in rows])

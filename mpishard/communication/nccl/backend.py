@@ -68,6 +68,10 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         self._communicators: list[Communicator] = []  # of this world and all that were split off it
         self._split_off: Any = None  # the communicator that NCCL has split off for this group
 
+    @property
+    def _kind(self) -> str:
+        return f"nccl, {self.reductions}"
+
     def _on_initialize(self) -> None:
         super()._on_initialize()
         if self._is_root:
