@@ -78,6 +78,7 @@ class TokenWindows:
         self.stride = stride
         # Inputs leave out the last token: it is only a target.
         last = len(tokens) - 1 + offset
+        # A view: the windows overlap, and would take context_length times the memory.
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
         self._windows = view[::stride]
 
@@ -91,6 +92,7 @@ class TokenWindows:
 
     def __getitem__(self, indices: Any) -> npt.NDArray[np.int64]:
         """Return windows as a new int64 array, shape (n, context_length), for n indices."""
+        # Tokens are stored in few bytes, but embeddings and losses index with int64.
         windows: npt.NDArray[np.int64] = self._windows[indices].astype(np.int64)
         return windows
 
@@ -136,6 +138,7 @@ class Samples:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
+        # All lengths are read before any is refused, so that the message can list them.
         lengths: dict[str, int] = {}
 
         def measure(name: str, leaf: Any) -> None:
@@ -162,6 +165,7 @@ class Samples:
         return self._length
 
     def __getitem__(self, rows: Any) -> Samples:
+        # A slice of an array is a view, while `take` copies.
         is_slice = isinstance(rows, slice)
         return Samples(self.map(lambda leaf: leaf[rows] if is_slice else take(leaf, rows)))
 
@@ -183,6 +187,7 @@ def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> 
         return {key: mapped(key, child) for key, child in tree.items()}
     if not isinstance(tree, list | tuple):
         return function(name, tree)
+    # A named tuple's constructor takes its fields one by one.
     if hasattr(tree, "_fields"):
         return type(tree)(*map(mapped, tree._fields, tree))
     return type(tree)(map(mapped, range(len(tree)), tree))
@@ -207,6 +212,7 @@ _NAMED = 5  # most arrays of a file that a message lists
 
 def count_samples(dataset: Any) -> int:
     """Return a data set's number of samples; Zarr arrays and sparse matrices have only a shape."""
+    # A sparse matrix has __len__, which raises, because its length would be ambiguous.
     has_length = hasattr(dataset, "__len__") and not is_sparse(dataset)
     return len(dataset) if has_length else int(dataset.shape[0])
 
@@ -247,13 +253,16 @@ def take(dataset: Any, indices: Array) -> Array | Samples:
     """
     require_plain(dataset)
     if isinstance(dataset, np.ndarray | TokenWindows):
+        # np.asarray turns a memory map's result into a plain array.
         return np.asarray(dataset[indices])
     if isinstance(dataset, Samples):
         return dataset[indices]
     if (xp := namespace_of(dataset)) is not None:
+        # CuPy does not index by an array of the host.
         chosen: Array = dataset[xp.asarray(indices)]
         return chosen
     if is_sparse(dataset):
+        # Only the batch becomes dense; the data set itself might not fit into memory.
         return _as_array(dataset[indices].toarray())
     if indices.size == 0:  # h5py has no empty selection by integers
         empty = dataset[np.zeros(1, np.int64)][:0] if count_samples(dataset) else dataset[:0]
@@ -274,6 +283,7 @@ def take(dataset: Any, indices: Array) -> Array | Samples:
             f"asked for {len(unique)} samples, {unique[0]} to {unique[-1]}, the data set returned "
             f"an array of shape {samples.shape}; the first dim must be the samples"
         )
+    # Back into the caller's order, with repeats. A batch that is not shuffled needs no copy.
     return samples if np.array_equal(unique, indices) else samples[places]
 
 
@@ -322,6 +332,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             f"{name} is a {kind} of an HDF5 file that is closed; keep the file open until "
             "training has ended"
         )
+    # Other formats, such as CSC, search the whole matrix for each row.
     if is_sparse(dataset) and getattr(dataset, "format", None) != "csr":
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}; pass {name}.tocsr(), whose rows are read "
@@ -334,11 +345,13 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             f"{name} must be {_WANTED}, got a {kind}, which holds arrays by name; pass one of "
             f"them: {listed or 'it is empty'}; or all as mpishard.data.Samples({name})"
         )
+    # A string has len() and indices, so that without this its letters would count as samples.
     if isinstance(dataset, str | PurePath):
         raise TypeError(
             f"{name} must be {_WANTED}, got the {kind} {str(dataset)!r}; open the file first, as "
             'by h5py.File(path)["x"] or numpy.load(path, mmap_mode="r")'
         )
+    # These have len(), but cannot be indexed by an array; the first step would fail.
     if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name}), or several "

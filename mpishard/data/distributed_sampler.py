@@ -58,6 +58,7 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        # A bool is an int, and True would be a data set of one sample.
         if isinstance(data, bool) or not isinstance(data, int | np.integer | Sized):
             raise TypeError(
                 f"data must be a number of samples or have a length, got {type(data).__name__}"
@@ -99,6 +100,7 @@ class DistributedSampler:
         share = len(self)
         # Cut, or repeated from the beginning, because all replicas need the same number of indices.
         order = np.resize(self._order(), share * self.num_replicas)
+        # Python's integers, because a data loader may pass them to any data set.
         yield from order[self.rank * share : (self.rank + 1) * share].tolist()
 
     def __repr__(self) -> str:
@@ -171,6 +173,7 @@ class ElasticDistributedSampler(DistributedSampler):
     ) -> None:
         self._start = self._taken = 0
         super().__init__(data, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        # After the constructor of the base class, which checks the length.
         if not 0 <= as_integer("start", start) <= self.length:
             raise ValueError(f"start must be from 0 to {self.length}, got {start}")
         self._set_replicas(num_replicas, rank, self.length - start)
@@ -213,6 +216,7 @@ class ElasticDistributedSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         # A second iterator before the end of the epoch continues where the first one stopped.
+        # Two orders mixed in one epoch would show samples twice, so that an earlier iterator ends.
         begun_as = self._epoch, self._start, self.num_replicas, self.rank
         share = self._share(self.length - self._start)
         order = self._order()

@@ -24,6 +24,7 @@ def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
     order: Indices = np.arange(length, dtype=np.int64)
     if shuffle:
         _generator(name).shuffle(order)
+    # Slices of it are handed out as batches, and a write would change the samples of later batches.
     order.flags.writeable = False
     return order
 
@@ -48,19 +49,23 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     runs, for any number of ranks.
     """
     blocks = order_of(-(-length // block_size), name, shuffle=True)
+    # A matrix of blocks; the numbers behind the end of the last block are cut below.
     laid = (blocks[:, None] * block_size + np.arange(min(block_size, length))).reshape(-1)
     # The last block may be shorter than the others.
     laid = laid[laid < length]
+    # A stream of its own, so that the order of blocks does not depend on the batch size.
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)
     whole = length - length % (batch_size * window)
     # Each batch of a window takes one sample from every group, so that all batches mix all blocks.
     groups = laid[:whole].reshape(-1, batch_size, window)
+    # Rows (group) and columns (batch) change places, so that a batch is contiguous in the order.
     dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
     if whole < length:
         # Only the first `last` groups of a last window have a sample for its last batch.
         full, last = divmod(length - whole - 1, batch_size)
         last += 1
+        # The first `last` groups have one sample more than the others.
         cut = whole + last * (full + 1)
         longer = generator.permuted(laid[whole:cut].reshape(last, full + 1), axis=1)
         shorter = generator.permuted(laid[cut:].reshape(batch_size - last, full), axis=1)
@@ -80,6 +85,7 @@ def _generator(name: str) -> np.random.Generator:
 def _order(
     sampler: GlobalBatchSampler | LocalBatchSampler, length: int, name: str, batch_size: int
 ) -> Indices:
+    # A list, because the samplers are frozen, and a new epoch replaces its entry.
     for known, order in sampler._last:
         if known == name:
             return order
@@ -99,6 +105,7 @@ def _check_block(block_size: int | None) -> None:
 
 
 def _check_place(epoch: int, index: int, batches: int) -> None:
+    # Both are checked, because a negative number would count from the end, and give a wrong batch.
     as_count("epoch", epoch, least=0)
     if not 0 <= as_integer("index", index) < batches:
         raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
@@ -246,8 +253,10 @@ class GlobalBatchSampler:
         """
         as_index("rank", rank, as_count("world_size", world_size))
         batch = self.batch(epoch, index)
+        # With as many leaves as ranks, LeafLayout is the ShardLayout over the ranks.
         leaves = self.leaves or world_size
         parts = LeafLayout(len(batch), leaves, world_size).slices(rank)
+        # A view of the order, without a copy.
         if len(parts) == 1:
             return batch[parts[0]], parts[0].start
         return np.concatenate([batch[part] for part in parts]), parts[0].start
@@ -319,6 +328,7 @@ class LocalBatchSampler:
         _check_block(self.shuffle_block_size)
         if not lengths or min(lengths) < 0 or max(lengths) == 0:
             raise ValueError(f"some rank needs a sample; the numbers of samples are {lengths}")
+        # A rank whose share is 0 would never bring its samples, and the epoch would not end.
         if self.batch_size < len(lengths):
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than the number of ranks, "
@@ -336,6 +346,7 @@ class LocalBatchSampler:
         """Number of global batches in an epoch."""
         pairs = list(zip(self.lengths, self._shares, strict=True))
         if self.drop_last:
+            # The epoch ends with the rank whose full shares are used up first.
             return min(length // share for length, share in pairs)
         return max(-(-length // share) for length, share in pairs)
 
@@ -343,6 +354,7 @@ class LocalBatchSampler:
     def window(self) -> int:
         """Number of batches that are mixed, as of `GlobalBatchSampler`: the ranks' largest."""
         block = self.shuffle_block_size if self.shuffle else None
+        # The smallest share needs the most batches for its blocks.
         return 1 if block is None else window_of(min(self._shares), block)
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
@@ -380,6 +392,7 @@ class LocalBatchSampler:
             min(max(length - index * other, 0), other)
             for length, other in zip(self.lengths[:rank], self._shares, strict=False)
         ]
+        # With the rank, so that equal data sets are not seen in one order everywhere.
         name = f"{int(self.seed)}/sample order of rank {rank}/{int(epoch)}"
         order = _order(self, self.lengths[rank], name, share)
         return order[index * share : (index + 1) * share], sum(brought_before)

@@ -43,6 +43,7 @@ class Column:
     """
 
     def __init__(self, rows: Any, name: str) -> None:
+        # Of an empty data set nothing is known, not even its columns.
         if len(rows) and name not in rows[:1]:
             raise KeyError(f"there is no column {name!r}; there are {', '.join(rows[:1])}")
         self.rows = rows
@@ -159,6 +160,7 @@ class ParquetColumns:
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        # Filled group by group, so that only one group is in memory besides the samples.
         found = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         with self._lock:
             # Each row group is read once, whatever the order of the rows: that takes milliseconds.
@@ -189,6 +191,7 @@ class ParquetColumns:
 
     def _values(self, column: Any, name: str) -> Array:
         values = column.combine_chunks()
+        # By the type's name, because pyarrow has three types of lists and is not imported here.
         is_list = str(values.type).startswith(("list", "large_list", "fixed_size_list"))
         flat = values.flatten() if is_list else values
         if values.null_count or flat.null_count:
@@ -213,10 +216,12 @@ class ParquetColumns:
 def _dtype_of(types: Sequence[Any]) -> DType:
     """Return NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
     elements = (getattr(each, "value_type", each) for each in types)
+    # np.stack of the columns uses the same promotion.
     return np.result_type(*(each.to_pandas_dtype() for each in elements))
 
 
 def _files(path: Any) -> list[Path]:
+    # A sequence keeps the user's order; a folder has none, and is sorted to be the same everywhere.
     if not isinstance(path, str | Path):
         found = [Path(each) for each in path]
     else:

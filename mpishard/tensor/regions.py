@@ -29,6 +29,7 @@ def local_length(backend: CommunicationBackend, length: int) -> int:
     ValueError
         If the length is not a multiple of the group's size.
     """
+    # Equal slices, so that one reshape and one copy join what all ranks have sent.
     if length % backend.world_size:
         raise ValueError(
             f"sequence parallelism cuts T = {length} positions into {backend.world_size} equal "
@@ -58,6 +59,7 @@ def take_time(backend: CommunicationBackend, x: Array) -> Array:
     """Return this rank's slice (B, T / t, ...) of x, shape (B, T, ...), as a C-contiguous array."""
     length = local_length(backend, x.shape[1])
     start = backend.rank * length
+    # The slice has gaps between samples, and the layers after it reshape their input.
     return NAMESPACES[type(x)].ascontiguousarray(x[:, start : start + length])
 
 
@@ -97,6 +99,7 @@ def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Callab
     """
     ranks, batch, rest = backend.world_size, x.shape[0], x.shape[2:]
     length = local_length(backend, x.shape[1])
+    # reduce_scatter cuts along the first dim, so that ranks come before samples.
     by_rank = x.reshape(batch, ranks, length, *rest).swapaxes(0, 1)
     rows = NAMESPACES[type(x)].ascontiguousarray(by_rank)
     rows = rows.reshape(ranks, math.prod((batch, length, *rest)))
@@ -121,6 +124,7 @@ class CopyToRegion(TensorParallelLayer):
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the sum of all ranks' ``dy``, in place if ``dy`` is C-contiguous. Collective."""
+        # In place, because dy belongs to this method.
         return self.backend.all_reduce(NAMESPACES[type(dy)].ascontiguousarray(dy)), None
 
 
@@ -262,6 +266,7 @@ class Framed(Layer):
         self, layer: Layer, *, before: _Operator | None = None, after: _Operator | None = None
     ) -> None:
         self.layer = layer
+        # The layer's own, so that walks over parameters find the same names.
         self.children = layer.children
         self.before = before
         self.after = after
@@ -342,6 +347,7 @@ class Framed(Layer):
         return dy if self.after is None else self.after.backward_input({}, None, dy)[0]
 
     def _input_gradient(self, dx: Array | None) -> Array | None:
+        # Tokens have no gradient, on any rank, so that no rank waits here.
         if self.before is None or dx is None:
             return dx
         return self.before.backward_input({}, None, dx)[0]

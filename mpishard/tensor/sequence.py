@@ -52,6 +52,7 @@ class SequenceParallelNorm(SplitLayer):
 
     def __init__(self, backend: CommunicationBackend, norm: LayerNorm | RMSNorm) -> None:
         super().__init__(backend, norm)
+        # Other layers might mix positions, and would see only a slice.
         require_type("norm", norm, LayerNorm, RMSNorm)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
@@ -100,6 +101,7 @@ class SequenceParallelPositionalEmbedding(SplitLayer):
         """Return the input's shape (S, width), with S t at most the context length."""
         whole = input_shape
         if input_shape:
+            # The table must reach to the last rank's positions.
             whole = (input_shape[0] * self.backend.world_size, *input_shape[1:])
         self.whole.output_shape(whole)
         return input_shape
@@ -132,6 +134,8 @@ class SequenceParallelPositionalEmbedding(SplitLayer):
 
     def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add all ranks' sums to the first T rows. Collective."""
+        # In the order of ranks, which is that of positions. A gather suffices: no two ranks share
+        # one.
         whole_TD = self.backend.all_gather(pending)
         dw_TD = g["weight"][: whole_TD.shape[0]]
         dw_TD += whole_TD
@@ -170,6 +174,7 @@ class SequenceParallelDropout(SplitLayer):
         # The elements of a slice of the sequence are consecutive in each sample.
         own, ranks, rank = math.prod(x.shape[1:]), self.backend.world_size, self.backend.rank
         part = (rank * own, (rank + 1) * own)
+        # The elements of the whole sample, which decide the counts of the generator.
         stream = MaskStream(context, ranks * own, self.dropout.rate, part)
         return self.dropout.mask_by(x, stream)
 
@@ -230,6 +235,7 @@ class TensorParallelDropout(SplitLayer):
         stream = MaskStream(context, math.prod(leading) * size, self.dropout.rate)
 
         def next_masks(samples: int) -> Array:
+            # Some samples at a time, as `Dropout.mask` asks, so that whole masks stay small.
             whole = stream.next_masks(samples).reshape(samples, *leading, size)
             own: Array = self.split.take(whole, rank)
             return own.reshape(samples, math.prod(x.shape[1:]))

@@ -15,8 +15,9 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Kernel
+from mpishard.base import NAMESPACES, Array, Kernel, address
 
+# A context variable, because each thread-rank may train a model of another precision.
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)
 # cuBLAS reads these factors of the product, and of what it is added to, on the host.
 _FACTORS = {np.dtype(kind): np.array([0, 1], kind) for kind in (np.float32, np.float64)}
@@ -88,12 +89,14 @@ def gemm(
         np.dtype(np.float32): (runtime.CUDA_R_32F, blas.CUBLAS_COMPUTE_32F),
         np.dtype(np.float64): (runtime.CUDA_R_64F, blas.CUBLAS_COMPUTE_64F),
     }[a.dtype]
+    # For TF32 the tensor cores round by themselves, and need no copy in another dtype.
     if precision_of(a) == "tf32":
         compute = blas.CUBLAS_COMPUTE_32F_FAST_TF32
     out_kind = runtime.CUDA_R_64F if out.dtype == np.float64 else runtime.CUDA_R_32F
     factors = _FACTORS[out.dtype].ctypes.data
     one, zero = factors + out.itemsize, factors
     inner = a.shape[-2] if a_is_turned else a.shape[-1]
+    # The batched call serves two matrices as well, as a batch of one.
     # cuBLAS reads columns where these arrays have rows: it makes the transposed result b^T a^T.
     blas.gemmStridedBatchedEx(
         xp.cuda.device.get_cublas_handle(),
@@ -142,11 +145,11 @@ def multiply(a: Array, b: Array, out: Array | None = None) -> Array:
     """
     xp = NAMESPACES[type(a)]
     shape = (*(a if a.ndim > b.ndim else b).shape[:-2], a.shape[-2], b.shape[-1])
+    # cuBLAS refuses empty matrices. A sum over no elements is 0.
     if not (a.size and b.size):
         result = xp.zeros(shape, a.dtype)
     else:
-        is_place = out is not None and out.flags.c_contiguous
-        result = out if out is not None and is_place else xp.empty(shape, a.dtype)
+        result = xp.empty(shape, a.dtype) if out is None or not out.flags.c_contiguous else out
         (left, a_is_turned), (right, b_is_turned) = _operand(a), _operand(b)
         gemm(left, right, _as_batch(result), a_is_turned=a_is_turned, b_is_turned=b_is_turned)
     if out is not None and out is not result:
@@ -157,6 +160,7 @@ def multiply(a: Array, b: Array, out: Array | None = None) -> Array:
 
 def _operand(x: Array) -> tuple[Array, bool]:
     """Return C-contiguous matrices of an operand, and True if they are transposed."""
+    # cuBLAS reads a transposed operand as it lies, so that most views need no copy.
     is_turned = x.strides[-2] < x.strides[-1]
     whole = NAMESPACES[type(x)].ascontiguousarray(x.swapaxes(-1, -2) if is_turned else x)
     return narrowed(_as_batch(whole)), is_turned

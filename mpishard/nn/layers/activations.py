@@ -41,6 +41,7 @@ def sigmoid(x: Array, out: Array | None = None) -> Array:
         Array for the result, which may be ``x``. If not given, a new array is made.
     """
     xp = NAMESPACES[type(x)]
+    # exp(-x) itself overflows for large negative x.
     small = xp.abs(x)
     xp.negative(small, out=small)
     xp.exp(small, out=small)
@@ -182,9 +183,12 @@ class _SavedSlope(_Activation):
         xp = NAMESPACES[type(x)]
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
+        # The loop makes output and slope in one pass; NumPy makes a pass for each operation, chunk
+        # by chunk.
         loop = None if self._loop is None else compiled(self._loop, flat_x)
         slope: Array | None = None
         if loop is not None:
+            # The compiled loop always writes a slope: a variant without it would be compiled anew.
             slope = xp.empty_like(flat_x)
             loop(bits(flat_x), bits(flat_y), bits(slope))
             return flat_y.reshape(x.shape), slope if context.training else None
@@ -205,6 +209,7 @@ class _SavedSlope(_Activation):
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by the saved slope in place."""
+        # One multiplication is bound by memory, and gains nothing from chunks.
         if not is_bfloat16(dy):
             dy *= saved.reshape(dy.shape)
             return dy, None
@@ -257,6 +262,7 @@ class GELU(_SavedSlope):
         h = square * (_GELU_SLOPE * _GELU_CUBIC)
         h += _GELU_SLOPE
         h *= x
+        # In place, because a new array for each operation would push the chunk out of the cache.
         xp.tanh(h, out=h)
         h *= 0.5
         h += 0.5
@@ -365,6 +371,7 @@ class SwiGLU(Layer):
                 _contiguous(dy).reshape(-1, dy.shape[-1]),
             )
             return dx_N2F.reshape(saved.shape), None
+        # A new array, because the gradient is twice as large as dy.
         dx = np.empty(saved.shape, dtype=dy.dtype)
         dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))
         dy_NF = dy.reshape(-1, dy.shape[-1])
@@ -372,6 +379,7 @@ class SwiGLU(Layer):
             d, dx_rows = wide(dy_NF[rows]), scratch(dx_N2F[rows])
             (a, b), (da, db) = _halves(wide(x_N2F[rows])), _halves(dx_rows)
             s = sigmoid(a)
+            # db holds the gate a s, and da the slope, until both are multiplied by dy.
             np.multiply(a, s, out=db)
             np.subtract(1.0, s, out=da)
             da *= db

@@ -82,6 +82,7 @@ class Attention(Layer):
     def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes(type(self).__name__, heads=heads, kv_heads=kv_heads)
+        # Each head of keys serves the same number of heads of queries.
         check_divides("kv_heads", kv_heads, "heads", heads)
         self.heads = heads
         self.kv_heads = kv_heads
@@ -108,8 +109,8 @@ class Attention(Layer):
         """Map x of shape (B, T, (H + 2 G) K) to y_BTD.
 
         Save x, y and the log of each softmax's denominator; on a GPU x with its heads first, and no
-        y. With a cache, each row also attends
-        to the cached positions of its sequence: S is then larger than T.
+        y. With a cache, each row also attends to the cached positions of its sequence: S is then
+        larger than T.
 
         Raises
         ------
@@ -119,6 +120,7 @@ class Attention(Layer):
         """
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
+        # An empty batch has no blocks, and no largest score.
         if not y.size:
             return y, (x, y, None) if context.training else None
         y_BGQTK = self._by_head(y)
@@ -154,6 +156,7 @@ class Attention(Layer):
     ) -> Array:
         """Write the output for x into y, and return the log of each softmax's denominator."""
         cached = k_BGSK.shape[2] - x.shape[1]
+        # In float32 for bfloat16 inputs: backward takes an exponential of the difference to it.
         logsum_BGQT1 = np.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
         for rows, columns, start in self._blocks(x, cached):
@@ -203,6 +206,7 @@ class Attention(Layer):
             )
             return weights, None, logsum
         if not are_small:
+            # Without it the exponential of a large score is infinite.
             scores_BGPS -= largest
         np.exp(scores_BGPS, out=scores_BGPS)
         total = np.einsum("...ps->...p", scores_BGPS)[..., None]
@@ -245,6 +249,7 @@ class Attention(Layer):
         # exp(score - logsum) is the softmax of the forward pass, which saved one number per row.
         scores_BGPS -= _joined(logsum)
         np.exp(scores_BGPS, out=scores_BGPS)
+        # The scale is applied to K numbers for each query instead of S scores.
         scaled_d = wide(d) * scale
         if is_bfloat16(d):
             dscores_BGPS = _scores(d, v, scale)
@@ -280,6 +285,8 @@ class Attention(Layer):
             q, d, k, v = q_BGQTK[rows], dy_BGQTK[rows], k_BGSK[columns], v_BGSK[columns]
             is_first = start + d.shape[3] == x.shape[1]
             if is_first:
+                # Float32 sums over all blocks of queries, which are rounded to bfloat16 once, at
+                # the end.
                 dk_all, dv_all = scratch(dk_BGSK[columns[:2]]), scratch(dv_BGSK[columns[:2]])
             dk, dv = dk_all[:, :, columns[2]], dv_all[:, :, columns[2]]
             scores_BGPS, dscores_BGPS = self._softmax_backward(
@@ -296,6 +303,7 @@ class Attention(Layer):
             else:
                 dv += product(scores_BGSP, _joined(d), _apart(dv))
                 dk += product(dscores_BGSP, _joined(q), _apart(dk))
+            # The block of the first queries is the last of its samples and groups.
             if start == 0:
                 store(dk_BGSK[columns[:2]], dk_all)
                 store(dv_BGSK[columns[:2]], dv_all)
@@ -315,6 +323,8 @@ class Attention(Layer):
 
     def _device_blocks(self, q_QMTK: Array, k_MSK: Array) -> list[device_passes.Block]:
         shared, matrices, queries = q_QMTK.shape[:3]
+        # On a GPU launches cost more than memory traffic, so that blocks are as large as memory
+        # allows.
         limit = int(device_bytes(q_QMTK) * _SHARE_OF_DEVICE) // q_QMTK.dtype.itemsize
         return device_passes.blocks_of(
             matrices, shared, queries, k_MSK.shape[1], limit=limit, causal=self.causal
@@ -406,6 +416,8 @@ class Attention(Layer):
         length = int(x.shape[1])
         keys = length + cached
         limit = chunk_length(x)
+        # First the queries of a block, then groups, then samples: products of many queries are the
+        # fastest.
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
         if compiled(passes.softmax_forward, x) is not None:
             limit *= 2  # A loop passes over the scores twice, and NumPy eight times.
@@ -465,6 +477,7 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
         product(a_BGPS, b_BGSK, out_BGQRK[:, :, 0])
     else:
         shape = *a_BGPS.shape[:-1], b_BGSK.shape[-1]
+        # BLAS writes only to matrices with one stride, and the rows of several heads have two.
         y_BGPK = product(a_BGPS, b_BGSK, NAMESPACES[type(a_BGPS)].empty(shape, out_BGQRK.dtype))
         out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
 
@@ -477,6 +490,7 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     """Return ``scale * q k^T`` for each head; bfloat16 is scaled in float32, after the product."""
     k_BGKS = k_BGSK.swapaxes(-1, -2)
     if not is_bfloat16(q_BGQRK):
+        # The queries are scaled, because they have K numbers for each row of S scores.
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
         scores: Array = np.matmul(_joined(scaled), k_BGKS)
         return scores

@@ -85,6 +85,8 @@ class Windows:
         (..., *counts).
         """
         (rows, columns), (down, right) = counts, self.stride
+        # One strided view for each position in the kernel: few and large copies, without index
+        # arrays.
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
                 yield image[
@@ -145,9 +147,13 @@ class WindowColumns:
         # Dims of a sample's columns: channels, positions in a window, P and Q.
         self._dims = (channels, math.prod(windows.kernel), *counts)
         self._size = math.prod(self._dims)
+        # A few samples at a time, because columns take as much memory as kernel positions times the
+        # image.
         limit = _CHUNKS_AT_A_TIME * chunk_length(images)
         self._samples = max(1, min(batch, limit // self._size))
         dtype = images.dtype if dtype is None else dtype
+        # Allocated once for each pass: new memory for each chunk would have to be cleared by the
+        # kernel.
         self._scratch = xp.empty(min(batch, self._samples) * self._size, dtype=dtype)
         down, right = windows.padding
         self._inner = (..., slice(down, down + height), slice(right, right + width))
@@ -177,6 +183,7 @@ class WindowColumns:
         """Return the columns of all samples side by side, shape (K, B S)."""
         samples = images_BCHW.shape[0]
         (channels, positions, *counts), flat = self._dims, self._scratch[: samples * self._size]
+        # Samples behind positions, so that one product sums over all samples of the chunk.
         columns = flat.reshape(channels, positions, samples, *counts)
         self._gather(images_BCHW, columns.transpose(2, 0, 1, 3, 4))
         return flat.reshape(channels * positions, -1)
@@ -306,6 +313,7 @@ class Conv2D(Layer):
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         y_BOS = _with_flat_images(y)
+        # A view: the kernels are the rows of a matrix already.
         w_OK = p["weight"].reshape(self.outputs, -1)
         bias_O1 = wide(p["bias"])[:, None] if self.bias else None
         columns = WindowColumns(self.windows, x, y.shape[2:])
@@ -336,11 +344,13 @@ class Conv2D(Layer):
         """Add dy times the columns to the weight's gradient, and the sum of dy to the bias's."""
         x, dy = pending
         xp = NAMESPACES[type(dy)]
+        # There is no chunk that would write the gradient.
         if x.shape[0] == 0:
             return
         dy_BOS = _with_flat_images(dy)
         columns = WindowColumns(self.windows, x, dy.shape[2:])
         target = unwritten(g, "weight")
+        # The first chunk may write, if nothing has been added to the gradient yet; all others add.
         is_written = target is None
         dw_OK = (g["weight"] if target is None else target).reshape(self.outputs, -1)
         for rows in columns.chunks():
@@ -425,6 +435,7 @@ class MaxPool2D(Layer):
         dx = NAMESPACES[type(dy)].empty(shape, dtype=dy.dtype)
         for rows in chunks(dx):
             part, d, chosen = scratch(dx[rows]), wide(dy[rows]), which[rows]
+            # Pixels without a maximum keep the 0.
             part.fill(0)
             for position, view in enumerate(self.windows.views(part, dy.shape[2:])):
                 # Elements are added, because overlapping windows may have the same maximum.

@@ -69,6 +69,7 @@ class Dropout(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Mask x of shape (B, ...), and save the mask, which takes one byte for each element."""
+        # x itself: no layer may write to its input.
         if not (context.training and self.is_random):
             return x, None
         return self.mask_by(x, MaskStream(context, math.prod(x.shape[1:]), self.rate))
@@ -81,6 +82,7 @@ class Dropout(Layer):
         if not is_device_array(x):
             return self.mask(x, stream.next_masks)
         xp = NAMESPACES[type(x)]
+        # The kernel numbers elements in C order, as the host's masks do.
         x_BE = xp.ascontiguousarray(x).reshape(x.shape[0], math.prod(x.shape[1:]))
         y_BE, mask_BE = device_passes.dropout(x_BE, 1.0 / (1.0 - self.rate), **stream.state())
         return y_BE.reshape(x.shape), mask_BE
@@ -110,6 +112,7 @@ class Dropout(Layer):
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by m / (1 - rate) in place."""
+        # Forward returned its input, at rate 0.
         if saved is None:
             return dy, None
         scale = 1.0 / (1.0 - self.rate)
@@ -148,6 +151,7 @@ class MaskStream:
     def __init__(
         self, context: Context, elements: int, rate: float, part: tuple[int, int] | None = None
     ) -> None:
+        # The word "dropout" keeps these bits apart from those of initial values and sample orders.
         key = f"dropout/{int(context.seed)}/{int(context.step)}/{context.path}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         # The generator can begin only at a whole count. The words before the part in its first
@@ -187,6 +191,7 @@ class MaskStream:
 
     def _next_words(self, samples: int) -> Array:
         """Return the words of ``samples`` samples end to end, and advance to the next sample."""
+        # Each raw number has 64 bits, two words.
         words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
         if self._counts_between:
             self._generator.advance(self._counts_between)

@@ -76,10 +76,12 @@ class Embedding(Layer):
 
     def check_input(self, x: Array) -> None:
         """Refuse arrays of other dtypes than integers, and tokens outside [0, V)."""
+        # Refuses objects that are no arrays, with the error that names the conversion.
         array_namespace(x)
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if is_device_array(x):
+            # The host reads one count, and the tokens only if it is not 0.
             outside = device_passes.count_outside(x, self.vocabulary_size)
             refuse_if_any(outside, lambda: self._refuse_outside(to_host(x)))
         elif x.size:
@@ -196,6 +198,7 @@ class PositionalEmbedding(Layer):
         ValueError
             If the table has fewer positions.
         """
+        # Refuses more positions than the table has, before NumPy would broadcast a short slice.
         self.output_shape(x.shape[1:])
         # Sequences of a cache have different lengths: each row continues at its own position.
         starts = [0] if context.cache is None else context.cache.starts
@@ -213,6 +216,7 @@ class PositionalEmbedding(Layer):
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return ``dy`` itself; pending is its sum over the batch, an array of its own."""
+        # Summed now, because the layer before may overwrite dy in place.
         return dy, wide(dy).sum(axis=0)
 
     def backward_weight(self, pending: Saved, g: Gradients) -> None:
@@ -225,4 +229,5 @@ class PositionalEmbedding(Layer):
             return
         dw_CD[:length] = pending
         if length < self.context_length:
+            # Positions that the batch does not have; the memory holds old values.
             dw_CD[length:] = 0

@@ -76,6 +76,7 @@ class Linear(Layer):
             initializer = kaiming_uniform(inputs)
         self._parameters = {"weight": ParameterSpec((outputs, inputs), initializer, tied_to)}
         if self.bias:
+            # Behind the weight: the order is that of the flat vector, and of files.
             self._parameters["bias"] = ParameterSpec((outputs,), zeros())
 
     @property
@@ -95,11 +96,13 @@ class Linear(Layer):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I) to y of shape (..., O), and save x itself."""
         x_NI = x.reshape(-1, self.inputs)
+        # One product of all rows, because BLAS is fastest on one large matrix.
         y_NO = product(x_NI, p["weight"].T, bias=p["bias"] if self.bias else None)
         return y_NO.reshape(*x.shape[:-1], self.outputs), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient dy W, of shape (..., I)."""
+        # A new array, because dy is still needed for the weight's gradient.
         dx_NI = product(dy.reshape(-1, self.outputs), p["weight"])
         return dx_NI.reshape(saved.shape), (saved, dy)
 
@@ -127,6 +130,7 @@ class Linear(Layer):
                 part = scratch[: block.stop - start]
                 product(dy_NO[:, block].T, x_NI, part)
                 dw_OI[block] += part
+        # On a GPU one kernel sums and writes. On the host the sum is a product with ones.
         if self.bias and is_device_array(dy_NO):
             device_passes.column_sums(dy_NO, *gradient_places(g, "bias"))
         elif self.bias:
@@ -148,6 +152,7 @@ class FeatureLinear(Linear):
     @property
     def active(self) -> tuple[int, ...]:
         """Indices of the active features, ascending."""
+        # Sorted, because it is written to files, and compared between ranks.
         return tuple(sorted(self._active))
 
     @active.setter

@@ -58,6 +58,7 @@ class _Norm(Layer):
 
     def _inverse_root(self, squares_N: Array, out_N1: Array) -> None:
         """Write 1 / sqrt(squares / width + epsilon) for each row's sum of squares."""
+        # In place, because the array of a chunk is saved for backward anyway.
         out_N1[:, 0] = squares_N
         out_N1 /= self.width
         out_N1 += self.epsilon
@@ -89,6 +90,7 @@ class _Norm(Layer):
             device_passes.column_sums(pending, *gradient_places(g, *self.parameters))
             return
         for name, sums_D in zip(self.parameters, pending, strict=True):
+            # `g[name] += ..` would also call __setitem__, for nothing.
             total_D = g[name]
             total_D += sums_D
 
@@ -146,6 +148,7 @@ class LayerNorm(_Norm):
             h, y = scratch(h_ND[rows]), scratch(y_ND[rows])
             np.subtract(x_rows, np.matmul(x_rows, average_D1), out=h)
             self._inverse_root(np.einsum("nd,nd->n", h, h), inverse)
+            # One division for each row, and a multiplication for each element.
             h *= inverse
             store(h_ND[rows], h)
             np.multiply(h, weight, out=y)
@@ -175,6 +178,7 @@ class LayerNorm(_Norm):
         weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
             d, h = wide(dy_ND[rows]), wide(h_ND[rows])
+            # As products with ones the sums run in BLAS.
             ones_N = np.ones(d.shape[0], dtype=d.dtype)
             dh = d * h
             dw_D += ones_N @ dh
@@ -182,6 +186,7 @@ class LayerNorm(_Norm):
             mean_dh = np.matmul(dh, weight_D1)
             mean_d = np.matmul(d, weight_D1)
             d *= weight
+            # dh is not needed any more, and is in the cache.
             d -= np.multiply(h, mean_dh, out=dh)
             d -= mean_d
             d *= inverse_N1[rows]
@@ -232,6 +237,7 @@ class RMSNorm(_Norm):
             np.multiply(x_rows, inverse, out=y)
             y *= weight
             store(y_ND[rows], y)
+        # x itself, which the layer before has saved in most cases; h would be one more array.
         return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
@@ -249,6 +255,7 @@ class RMSNorm(_Norm):
         weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
             d, inverse = wide(dy_ND[rows]), inverse_N1[rows]
+            # Made again: one multiplication is cheaper than reading another array.
             h = wide(x_ND[rows]) * inverse
             dh = d * h
             dw_D += np.ones(d.shape[0], dtype=d.dtype) @ dh

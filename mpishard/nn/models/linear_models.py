@@ -63,12 +63,14 @@ class LinearModel(Model):
         check_sizes(type(self).__name__, features=features, outputs=outputs)
         if feature_names is None:
             feature_names = [f"feature{i}" for i in range(features)]
+        # Names are the keys of the importance, and must differ.
         if len(set(feature_names)) != features or len(feature_names) != features:
             raise ValueError(
                 f"feature_names must be {features} different names, got {len(feature_names)}, of "
                 f"which {len(set(feature_names))} differ"
             )
         self.feature_names = tuple(feature_names)
+        # On the host: it is a statistic of the data, and takes no part in training.
         self._spread = np.ones(features)
         chain = Sequential({"linear": FeatureLinear(features, outputs)})
         super().__init__(
@@ -124,6 +126,7 @@ class LinearModel(Model):
         self._spread = self._checked_spread(to_host(spread))
 
     def _checked_spread(self, spread: Any) -> Array:
+        # A copy, because the caller may change the array.
         values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
             raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
@@ -151,6 +154,7 @@ class LinearModel(Model):
     def get_model_metadata(self) -> ModelMetadata:
         """Return the metadata, with the features' importance unless a wrapper holds parameters."""
         metadata = super().get_model_metadata()
+        # A wrapper holds the coefficients, and gathering them would be collective.
         if self._holder is None:
             metadata.feature_importance = self.get_feature_importance()
         return metadata
@@ -281,6 +285,7 @@ class LogisticRegression(LinearModel):
         """
         if self.classes > 2:
             return Softmax().forward({}, logits, Context(training=False))[0]
+        # 1 - sigmoid(x) would lose the digits of small probabilities.
         return NAMESPACES[type(logits)].concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
     def _effective_coefficients(self, weight_OF: Array) -> Array:
@@ -335,6 +340,7 @@ class MLP(Model):
         device: str | Device = "cpu",
     ) -> None:
         try:
+            # An iterator could be read only once, and is read twice below.
             sizes = list(sizes)
         except TypeError:
             raise TypeError(
