@@ -13,7 +13,7 @@ from mpishard.optimizers import (
     Adam,
     AdamW,
     Lion,
-    OwnedRange,
+    PieceViews,
     RMSprop,
     Segment,
     UpdateContext,
@@ -59,7 +59,7 @@ def updated(rule, place, dtype, *, pieces=1, tiny=0):
             if start < high and low < stop
         )
         views = {kind: vector[low:high] for kind, vector in state.items()}
-        ranges.append(OwnedRange(p[low:high], g[low:high], views, segments))
+        ranges.append(PieceViews(p[low:high], g[low:high], views, segments))
     for step in range(4):
         rule.update_all(ranges, UpdateContext(step + 1, rule.learning_rate(step), 0.25))
     return {"parameters": to_host(p)} | {kind: to_host(state[kind]) for kind in state}
