@@ -348,7 +348,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         length = count_samples(dataset)
     except (TypeError, AttributeError, IndexError) as error:
         # 0-dim arrays have __len__, and raise.
-        raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
+        raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} fails: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")
     return length
