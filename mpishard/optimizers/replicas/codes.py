@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Int8(Code):
 class Rounded(Code):
     """Each element, rounded to the nearest of a shorter dtype."""
 
-    dtype: np.dtype[np.generic]
+    dtype: np.dtype[Any]
 
     def wire_bytes(self, length: int, itemsize: int) -> int:
         return length * self.dtype.itemsize

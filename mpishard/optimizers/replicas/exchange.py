@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mpishard.base import Array, ShardLayout, copy_into, to_host
@@ -91,7 +93,7 @@ class CodedExchange(Exchange):
         across: CommunicationBackend,
         piece: Piece,
         code: Code,
-        dtype: np.dtype[np.generic],
+        dtype: np.dtype[Any],
         ledger: MemoryLedger,
         key: tuple[int, ...],
     ) -> None:
