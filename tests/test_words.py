@@ -256,10 +256,8 @@ GONE = {
     "_check_place": "_check_index",
     "_is_told": "_is_ordered",
     "_option_ranges": "_options_of",
-    "is_alike": "is_replicated",
     "place_of": "origin_of",
     "places_of": "rows_of",
-    "wishes": "requests",
 }
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, ShardLayout, to_host
+from mpishard.base import Array, Data, ShardLayout, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
+from mpishard.contracts import ILossFunction
+from mpishard.data import Batches, Dataset, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
 from mpishard.models import ShardedModelBase, measured
 from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, parts_of
 
@@ -41,8 +42,8 @@ class DatasetResult:
         Indices in ``x`` of their samples, shape (n,), rising.
     """
 
-    x: Any = field(repr=False)
-    y: Any = field(repr=False)
+    x: Dataset = field(repr=False)
+    y: Dataset | None = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
     predictions: np.ndarray[Any, Any] | None = field(default=None, repr=False)
     indices: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False)
@@ -50,8 +51,8 @@ class DatasetResult:
 
 def evaluate(
     model: ShardedModelBase,
-    x: Any,
-    y: Any,
+    x: Dataset,
+    y: Dataset | None,
     sampler: GlobalBatchSampler | LocalBatchSampler,
     *,
     keep_predictions: bool = False,
@@ -75,8 +76,9 @@ def evaluate(
     engine, backend = model.engine, model.backend
     counts = engine.replica.speaks  # of the ranks that compute the same samples one counts them
     # An empty batch has the shape of a target, and no target is read for it.
-    needs_shape = engine.loss is not None and y is not None
-    nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
+    nothing: Data = np.zeros(0)
+    if engine.loss is not None and y is not None:
+        nothing = take(y, np.zeros(0, np.int64))
     statistics = statistics_for(engine.loss, nothing)
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves, subject = engine.leaves, engine.layout.subject
@@ -121,7 +123,7 @@ def evaluate(
     return result
 
 
-def statistics_for(loss: Any, target: Any) -> Classification | Regression | None:
+def statistics_for(loss: ILossFunction | None, target: Data) -> Classification | Regression | None:
     """Return empty statistics of the kind that belongs to ``loss``; None for an unknown loss.
 
     Parameters
@@ -193,7 +195,7 @@ class Regression:
         self._squared_K = np.zeros(output_count)
         self._moments = _no_moments(output_count)
 
-    def add(self, prediction: Array, target: Any) -> None:
+    def add(self, prediction: Array, target: Data) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
         target, weights = parts_of(target)
         if len(target) == 0:
