@@ -106,10 +106,12 @@ class Batches:
     def await_read(self) -> None:
         """Wait until the thread reads nothing: some files let one thread at a time read."""
         if self._ahead is not None:
+            # It waits as `result` does, and leaves an error to the step that needs the batch.
             self._ahead.exception()
 
     def __iter__(self) -> Iterator[RankBatch]:
         if self._thread is None:
+            # In memory: each batch is indexed when its step comes.
             for step in self._steps:
                 yield from self._read(range(step, step + 1))
             return
@@ -117,6 +119,7 @@ class Batches:
         reads = (thread.submit(self._read, window) for window in self._windows())  # begun by next()
         self._ahead = next(reads, None)
         while self._ahead is not None:
+            # It raises what the thread has raised, in the step that needs the window.
             batches = self._ahead.result()
             self._ahead = next(reads, None)
             # A batch is dropped from the list, so that the caller's reference is the only one.
@@ -139,6 +142,7 @@ class Batches:
         parts = [
             self._sampler.local(*divmod(step, per_epoch), *self._rank_and_size) for step in steps
         ]
+        # One read for all steps of a window, in which neighbours in the file are one run.
         wanted = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
         found: list[list[Data]] = []
         for name, dataset in self._datasets.items():
@@ -154,6 +158,7 @@ class Batches:
             if samples is None or len(parts) == 1:
                 found.append([samples] * len(parts))
                 continue
+            # Views of what was read: the samples are not copied again.
             ends = np.cumsum([0, *(len(part) for part, _ in parts)]).tolist()
             found.append([samples[start:stop] for start, stop in itertools.pairwise(ends)])
         return [

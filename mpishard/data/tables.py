@@ -131,6 +131,7 @@ class ParquetColumns:
             if not file.metadata.num_rows:  # its schema may be any: pandas writes columns of null
                 continue
             own = [file.schema_arrow.field(name).type for name in self._columns]
+            # The first file with rows decides, and not the first file.
             types = types or own
             # Columns of one data set have one dtype: the first file's, if that can hold the
             # others'.
@@ -141,6 +142,7 @@ class ParquetColumns:
                     "files in one dtype"
                 )
             for group in range(file.metadata.num_row_groups):
+                # An empty row group has no row that would lead to it.
                 if rows := file.metadata.row_group(group).num_rows:
                     starts.append(starts[-1] + rows)
                     self._groups.append((file, group))
@@ -149,6 +151,7 @@ class ParquetColumns:
         self._kept: tuple[int, Array] | None = None
         # A ParquetFile has a position in the file, so that only one thread at a time may read.
         self._lock = threading.Lock()
+        # Read now, because only the values give shape and dtype of a sample.
         first = self._group(0) if self._groups else np.zeros(0)
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *first.shape[1:])
         self.dtype = first.dtype
@@ -198,6 +201,7 @@ class ParquetColumns:
         values = column.combine_chunks()
         is_list = str(values.type).startswith(("list", "large_list", "fixed_size_list"))
         flat = values.flatten() if is_list else values
+        # Floats would become NaN, and integers floats: nothing is guessed.
         if values.null_count or flat.null_count:
             raise ValueError(f"column {name!r} of {self.filename} has missing values")
         numbers: Array = flat.to_numpy(zero_copy_only=False)
@@ -227,6 +231,7 @@ def _files(path: PathLike | Sequence[PathLike]) -> list[Path]:
     if not isinstance(path, str | Path):
         found = [Path(each) for each in path]
     else:
+        # Sorted, so that all ranks number the rows alike.
         found = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
     if not found:
         raise FileNotFoundError(f"there is no *.parquet file in {path}")

@@ -65,6 +65,7 @@ class BestParameters(CheckpointState):
         owned = engine.parameters.owned(self._pieces)
         for piece, target in zip(self._pieces, owned, strict=True):
             target[...] = self._vector[piece.in_shard]
+        # Ranks with copies of these pieces have the last parameters still.
         engine.parameters.publish(self._pieces)
         engine.changed()
 
@@ -169,6 +170,7 @@ class UserState:
                     ) from error
             text = json.dumps(states)
             check_keys("user_state", states)
+        # To rank 0 alone, which writes the metadata.
         texts = gather_texts(self._backend, text)
         if len(set(texts)) == 1:  # equal states fit a world of any size
             texts = texts[:1]
@@ -183,6 +185,7 @@ class UserState:
             If other names were saved, or differing states of another number of ranks.
         """
         names, states = saved["names"], saved["ranks"]
+        # A generator that is left out would draw other numbers from here on.
         if names != list(self._parts):
             raise ValueError(
                 f"the run was saved with the user_state {_listed(names)}, but has "

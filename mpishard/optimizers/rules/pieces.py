@@ -109,8 +109,7 @@ def count_missed(unused: Collection[str], numbers: Numbers) -> None:
     """Note in a rule's ``numbers`` that an update has left out the parameters ``unused``."""
     if unused:
         before = numbers.get(_MISSED, {})
-        # A new dict: a checkpoint in the background may still write the old one. The names are
-        # sorted, so that all ranks save the same JSON.
+        # Sorted, so that all ranks save the same JSON.
         numbers[_MISSED] = before | {name: missed_by(name, numbers) + 1 for name in sorted(unused)}
 
 
