@@ -243,3 +243,30 @@ ms.FSDPModel(ms.nn.MLP([4, 3, 2]), config)
         r"arrive; .*mpishard\.run_in_threads\(4, main\) starts them all",
         ended.stderr,
     ), ended.stderr
+
+
+# ---------------------------------------------------------------------------- words that are gone
+
+# Each word that the package no longer uses, and the word in its place. Sorted, one on a line.
+GONE = {
+    "OptionRange": "SegmentOptions",
+    "OwnedRange": "PieceViews",
+    "ParameterCells": "FixedSegments",
+    "Wishes": "Requests",
+    "_check_place": "_check_index",
+    "_is_told": "_is_ordered",
+    "_option_ranges": "_options_of",
+    "place_of": "origin_of",
+    "places_of": "rows_of",
+}
+
+
+def test_words_that_are_gone_do_not_come_back() -> None:
+    assert list(GONE) == sorted(GONE)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(GONE)})(?!\w)")
+    found = [
+        f"{path.name}: {word}, use {GONE[word]}"
+        for path in sorted(Path(ms.__file__).parent.rglob("*.py"))
+        for word in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert not found

@@ -24,7 +24,7 @@ from mpishard.observe import span
 from mpishard.optimizers import (
     Constant,
     Optimizer,
-    OwnedRange,
+    PieceViews,
     Segment,
     UpdateContext,
     count_missed,
@@ -210,12 +210,12 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         count_missed(unused, group["numbers"])
         group["steps"] += 1
 
-    def _range(self, part: Part) -> OwnedRange:
+    def _range(self, part: Part) -> PieceViews:
         state = self.state[part.tensor]
         for name in self.rule.needed_state():
             if name not in state:
                 state[name] = torch.zeros_like(part.tensor)
-        return OwnedRange(
+        return PieceViews(
             _flat(part.tensor),
             _flat(part.tensor.grad),
             {name: _flat(vector) for name, vector in state.items()},
