@@ -110,10 +110,10 @@ def dealt(model):
     found = []
     count = replica.data.world_size if replica.is_grouped else 1
     place = replica.data.rank if replica.is_grouped else 0
-    slices = [held.entry for held in placement.slices]
+    slices = [held.entry for held in placement.local_parameters]
     alike = []
     if replica.is_on_mesh:  # what its ranks hold alike travels whole
-        held = {each.entry.name: each.boxes for each in placement.slices}
+        held = {each.entry.name: each.boxes for each in placement.local_parameters}
         pipeline, tensor = model.mesh.pipeline_rank, model.mesh.tensor_rank
         everyones = [
             json.loads(text)
@@ -244,7 +244,7 @@ def require_equal_copies(model):
     for unit in model.engine.layout.units:
         values = np.empty(unit.length)
         model.engine.parameters.read(unit, values)
-        for part in model.engine.placement.slices:
+        for part in model.engine.placement.local_parameters:
             entry = part.entry
             if unit.start <= entry.start < unit.stop:
                 own = values[entry.start - unit.start : entry.stop - unit.start]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.sharding import ParameterEntry, Placement, Region, Slice
+from mpishard.sharding import LocalParameter, ParameterEntry, Placement, Region
 from mpishard.sharding.regions import (
     blocks_of,
     box_shape,
@@ -94,9 +94,11 @@ def test_a_region_says_what_it_is():
 def test_arrays_are_cut_into_views():
     # A vector of three row blocks of one parameter, then half the columns of another one.
     held = [
-        Slice(ParameterEntry("qkv", (3, 2), 0), tuple(((r, r + 1), (0, 2)) for r in (1, 3, 5))),
-        Slice(ParameterEntry("norm", (2,), 6), (((0, 2),),), is_counted=False),
-        Slice(ParameterEntry("out", (2, 2), 8), (((0, 2), (2, 4)),)),
+        LocalParameter(
+            ParameterEntry("qkv", (3, 2), 0), tuple(((r, r + 1), (0, 2)) for r in (1, 3, 5))
+        ),
+        LocalParameter(ParameterEntry("norm", (2,), 6), (((0, 2),),), is_counted=False),
+        LocalParameter(ParameterEntry("out", (2, 2), 8), (((0, 2), (2, 4)),)),
     ]
     shapes = {"qkv": (6, 2), "norm": (2,), "out": (2, 4)}
     entries, start = [], 0

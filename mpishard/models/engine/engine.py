@@ -151,7 +151,7 @@ class Engine:
         placement = self.placement
         # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
         if not placement.is_whole:
-            counted = {held.entry.name for held in placement.slices if held.is_counted}
+            counted = {local.entry.name for local in placement.local_parameters if local.is_counted}
             for place, entry in enumerate(placement.entries):
                 if entry.name not in counted:
                     vector[place] = 0
@@ -297,7 +297,7 @@ class Engine:
         norm = math.sqrt(*read_numbers([squared_norm(trained)]))
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
-        pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
+        pieces = [placement.local(gradient, p.start, p.stop) for p in self.pieces.updated]
         # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
         return Reduced(pieces, StepReport(math.nan, 1.0, norm))
 

@@ -11,13 +11,13 @@ from mpishard.contracts import ILayeredModel
 from mpishard.models.programs.chain import HeldLayer, HeldLayers
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import (
+    LocalParameter,
     ParameterEntry,
     Placement,
-    Slice,
     Unit,
     build_units,
+    range_to_write,
     whole_box,
-    written_part,
 )
 from mpishard.tensor import TensorPartition, check_sequence, partition_chain
 
@@ -77,7 +77,7 @@ class StageLayout:
     ranges : tuple of (int, int)
         Layers in ``held`` of each of its stages, by virtual index, half open.
     placement : Placement
-        Places of the rank's own flat vector in the model's.
+        Where the rank's own flat vector lies in the model's.
     shared : mapping of str to tuple of int
         Name of each parameter that several stages use -> the pipeline ranks that hold it.
     shared_units : mapping of int to str
@@ -96,7 +96,7 @@ class StageLayout:
         self._turns = 0  # number of parameters so far that all tensor ranks of the stage hold
         self._layers: list[HeldLayer] = []
         self._entries: dict[str, ParameterEntry] = {}
-        self._slices: list[Slice] = []
+        self._local_parameters: list[LocalParameter] = []
         self._units: list[Unit] = []
         infos = model.get_all_layer_info()
         names = [info.name for info in infos]
@@ -130,7 +130,7 @@ class StageLayout:
                 log += part.log
         self.log = tuple(log)
         self.ranges = tuple(ranges[stage] for stage in own)
-        self.placement = Placement(self._table.entries, self._slices)
+        self.placement = Placement(self._table.entries, self._local_parameters)
         entries = tuple(self._entries.values())
         self.held = HeldLayers(self._layers, entries, tuple(self._units), model.dtype)
         self.shared_units = {
@@ -199,8 +199,8 @@ class StageLayout:
             holder = holder * mesh.tensor_size + mesh.tensor_rank
             holder_count *= mesh.tensor_size
             self._turns += name not in self.shared
-        written = written_part(entry.size, turn, holder, holder_count)
-        self._slices.append(Slice(entry, tuple(boxes), is_counted, written))
+        written = range_to_write(entry.size, turn, holder, holder_count)
+        self._local_parameters.append(LocalParameter(entry, tuple(boxes), is_counted, written))
 
 
 def _shared(

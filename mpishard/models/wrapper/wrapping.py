@@ -250,7 +250,7 @@ def build_engine(
     reuse_freed_memory()
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
-    own = [held.entry for held in program.vector.placement.slices]
+    own = [local.entry for local in program.vector.placement.local_parameters]
     subject = config.communication_backend.number_model(name, first_names(program.units, own))
     layout = StoreLayout(
         program.units,

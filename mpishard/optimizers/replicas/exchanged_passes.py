@@ -177,7 +177,7 @@ class ExchangedPasses(Passes):
             ranks = engine.backend if is_whole else replica.together
             # A replica of one rank has the same keys with and without ``replica_size``.
             place = () if ranks.world_size == 1 else (ranks.rank,)
-            alike = engine.program.vector.held_alike()
+            alike = engine.program.vector.replicated_ranges()
         pieces = layout.pieces(sharded=not self._is_alone)
         trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
         parts = parts_of(trained, *place, alike=alike)

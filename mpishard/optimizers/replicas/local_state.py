@@ -145,7 +145,7 @@ class LocalState(ModelState):
         ]
         # Ranks of a replica that hold copies of a parameter must get the same bits: their changes
         # travel as they are if codes depend on the other values of a part.
-        alike = engine.program.vector.held_alike() if name == "int8" else []
+        alike = engine.program.vector.replicated_ranges() if name == "int8" else []
         for part in parts_of(self._trained, alike=alike):
             piece = part.piece
             if name in (None, self.model.dtype.name) or part.is_alike:
