@@ -304,7 +304,7 @@ def reproducing_worlds(leaves: int) -> list[int]:
     """Return the numbers of ranks that get the same bits with ``gradient_leaves=leaves``.
 
     They are 1 to 8 and the powers of two above, up to ``leaves``. To cover all numbers up to
-    ``leaves`` would need about ``leaves`` squared cells.
+    ``leaves`` would need about ``leaves`` squared common pieces.
 
     Examples
     --------
@@ -314,12 +314,12 @@ def reproducing_worlds(leaves: int) -> list[int]:
     return [n for n in range(1, leaves + 1) if n <= _DENSE_WORLDS or not n & (n - 1)]
 
 
-def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
-    """Return the flat ranges ``(start, stop)`` between neighbouring cuts of a unit, in order.
+def common_pieces(unit: Unit, leaves: int) -> list[tuple[int, int]]:
+    """Return the flat ranges ``(start, stop)`` that no world cuts, in order; end to end the unit.
 
-    In each of the `reproducing_worlds` one rank owns all of a cell. Cells are needed because the
-    pieces of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7 for
-    three, and at 3, 6 and 8 for four.
+    In each of the `reproducing_worlds` one rank owns all of such a range. They are needed because
+    the pieces of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7
+    for three, and at 3, 6 and 8 for four.
 
     Parameters
     ----------
@@ -330,7 +330,7 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
 
     Examples
     --------
-    >>> cells_of(Unit(0, 100, 110, 0, 0), 4)
+    >>> common_pieces(Unit(0, 100, 110, 0, 0), 4)
     [(100, 103), (103, 104), (104, 105), (105, 106), (106, 107), (107, 108), (108, 110)]
     """
     cuts = {unit.start, unit.stop}
@@ -340,14 +340,14 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
     return list(pairwise(sorted(cuts)))
 
 
-def cut_at_cells(pieces: Sequence[Piece], leaves: int) -> tuple[Piece, ...]:
-    """Return the parts of ``pieces`` that lie in one cell each, in order.
+def cut_into_common_pieces(pieces: Sequence[Piece], leaves: int) -> tuple[Piece, ...]:
+    """Return ``pieces``, each cut into its `common_pieces`, in order.
 
-    The ``offset`` of a part is its start among ``pieces`` end to end.
+    The ``offset`` of a common piece is its start among ``pieces`` end to end.
     """
     found = []
     for piece in pieces:
-        for start, stop in cells_of(piece.unit, leaves):
+        for start, stop in common_pieces(piece.unit, leaves):
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
                 found.append(Piece(piece.unit, first, last, piece.offset + first - piece.start))

@@ -60,7 +60,7 @@ def test_any_range_is_taken_put_and_named(first, last):
 
 @st.composite
 def grids(draw):
-    """A tensor, and one cell of a grid of boxes that it is cut into."""
+    """A tensor, and one box of a grid of boxes that it is cut into."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     cuts = [draw(st.integers(1, size)) for size in shape]
     ranks = [draw(st.integers(0, count - 1)) for count in cuts]

@@ -6,7 +6,7 @@ the first ones. A sum over all P ranks is the same, because the others add zeros
 Sums over leaves go through the tree of `mpishard.communication.contract.reduction` over
 V slots, whatever P is: gradients in `LeafGradients`, loss and weight in `GradientLeaves`. Norms,
 which are sums over parameters, are made of the same terms in every world: see
-`mpishard.sharding.cells_of`.
+`mpishard.sharding.common_pieces`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mpishard.observe import MemoryCategory
 from mpishard.sharding import (
     Piece,
     ShardingConfiguration,
-    cut_at_cells,
+    cut_into_common_pieces,
     numerics_fingerprint,
     refuse_with_leaves,
     reproducing_worlds,
@@ -199,11 +199,13 @@ class GradientLeaves:
         computing = LeafLayout(0, self.count, axis.world_size).computing
         self.micro_steps = self.count // computing
         self._axis, self._dtype = axis, dtype
-        # Ranks cut units, so that cells, and with them norms, depend on the units' sizes.
+        # Ranks cut units, so that common pieces, and with them norms, depend on the units' sizes.
         self._unit_size = config.minimum_parameter_group_size
         # A rank that computes nothing adds zeros to the slots of another.
         self._slots = slice(axis.rank % computing, self.count, computing)
-        self._places: dict[int, int] = {}  # start of each trained cell -> its index in a norm
+        self._norm_index: dict[
+            int, int
+        ] = {}  # start of each trained common piece -> its index in a norm
         self._own: list[int] = []
 
     def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
@@ -260,7 +262,7 @@ class GradientLeaves:
         }
 
     def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Cut the trained pieces into cells, and record the index of each in a norm.
+        """Cut the trained pieces into common pieces, and record the index of each in a norm.
 
         Parameters
         ----------
@@ -270,24 +272,26 @@ class GradientLeaves:
         Returns
         -------
         tuple of Piece
-            ``own`` in cells: `message` takes the norms of their gradients.
+            ``own`` in common pieces: `message` takes the norms of their gradients.
         """
-        self._places = {p.start: n for n, p in enumerate(cut_at_cells(whole, self.count))}
-        mine = cut_at_cells(own, self.count)
-        self._own = [self._places[piece.start] for piece in mine]
+        self._norm_index = {
+            p.start: n for n, p in enumerate(cut_into_common_pieces(whole, self.count))
+        }
+        mine = cut_into_common_pieces(own, self.count)
+        self._own = [self._norm_index[piece.start] for piece in mine]
         return mine
 
     def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
-        """Return the rank's summands of the totals: zeros except for its own leaves and cells.
+        """Return the rank's summands of the totals: zeros except for its own leaves and pieces.
 
         Parameters
         ----------
         parts : sequence of (float, float)
             Loss sum and weight of each of its leaves.
         gradients : sequence of Array
-            Reduced gradients of the cells that `count_in` has returned.
+            Reduced gradients of the common pieces that `count_in` has returned.
         """
-        squares = np.zeros(len(self._places))
+        squares = np.zeros(len(self._norm_index))
         with np.errstate(over="ignore"):
             squares[self._own] = read_numbers([block_squares(g).sum() for g in gradients])
         return np.concatenate([self._spread(parts), squares])

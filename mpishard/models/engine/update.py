@@ -369,7 +369,7 @@ class UpdatePieces:
         replicated.
     counted : tuple of Piece
         The parts of ``owned`` whose squares this rank adds to a norm. Copies on several tensor
-        ranks are counted by one of them; with gradient leaves each part lies in one cell.
+        ranks are counted by one of them; with gradient leaves each part is a common piece.
     """
 
     published: tuple[Piece, ...]

@@ -19,7 +19,7 @@ from mpishard.models import squared_norm
 from mpishard.optimizers.rules.compiled import Body, elements, in_chunks, run
 from mpishard.optimizers.rules.elementwise import Adam
 from mpishard.optimizers.rules.options import OptionRange
-from mpishard.optimizers.rules.ranges import Cell, OwnedRange, UpdateContext, places_of
+from mpishard.optimizers.rules.ranges import OwnedRange, SegmentKey, UpdateContext, rows_of
 from mpishard.optimizers.rules.rule import JointRule
 
 
@@ -51,15 +51,15 @@ class LAMB(Adam, JointRule):
 
         The second pass computes each chunk's direction again, which needs no memory between them.
         """
-        places = places_of(ranges, context)
+        rows = rows_of(ranges, context)
         xp = array_namespace(ranges[0].parameters) if ranges else np
-        squares = xp.zeros((len(places), 2))
+        squares = xp.zeros((len(rows), 2))
         square = self._add_squares if xp is np else self._add_squares_on_device
-        for owned, cell, span in self._parameters_in(ranges):
-            square(squares[places[cell]], owned, span, context)
+        for owned, key, span in self._parameters_in(ranges):
+            square(squares[rows[key]], owned, span, context)
         squares = context.sum_over_owners(to_host(squares))
-        for owned, cell, span in self._parameters_in(ranges):
-            length, step_length = np.sqrt(squares[places[cell]]).tolist()
+        for owned, key, span in self._parameters_in(ranges):
+            length, step_length = np.sqrt(squares[rows[key]]).tolist()
             ratio = length / step_length if length > 0 and step_length > 0 else 1.0
             rate = self._rate_in(span, context) * ratio
             p, _g, m, v = self._arrays(owned, span)
@@ -68,11 +68,11 @@ class LAMB(Adam, JointRule):
 
     def _parameters_in(
         self, ranges: Sequence[OwnedRange]
-    ) -> Iterator[tuple[OwnedRange, Cell, OptionRange]]:
+    ) -> Iterator[tuple[OwnedRange, SegmentKey, OptionRange]]:
         for owned in ranges:
             spans = self._option_ranges(owned.segments)
             for segment, span in zip(owned.segments, spans, strict=True):
-                yield owned, (segment.name, segment.cell), span
+                yield owned, (segment.name, segment.index), span
 
     def _arrays(self, owned: OwnedRange, span: OptionRange) -> list[Array]:
         """Return parameters, gradients and moments of one parameter."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.base import Array, array_namespace, as_count, is_device_array, to_host
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
+from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, rows_of
 from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
@@ -309,19 +309,18 @@ class LBFGS(JointRule):
         ``products`` returns the ``width`` sums over a block, of whose vectors it gets views by
         name: "gradient" and those of the state that ``names`` lists.
         """
-        places = places_of(ranges, context)
+        row_of = rows_of(ranges, context)
         # Each parameter has a row: some ranks of a mesh hold copies, which are counted once.
-        rows: Any = np.zeros((len(places), width))
+        rows: Any = np.zeros((len(row_of), width))
         for owned in ranges:
             for segment in owned.segments:
-                place = places[segment.name, segment.cell]
+                row = row_of[segment.name, segment.index]
                 for views in _blocks(owned, names, segment.start, segment.stop):
-                    rows[place] += to_host(
-                        array_namespace(owned.parameters).asarray(products(views))
-                    )
+                    rows[row] += to_host(array_namespace(owned.parameters).asarray(products(views)))
         rows = context.sum_over_owners(rows)
-        first_cells = [place for (_, cell), place in places.items() if cell == 0]
-        total: list[float] = rows[first_cells].sum(axis=0).tolist()
+        # `sum_over_owners` gives each segment the sum of its whole parameter: one of them counts.
+        first_rows = [row for (_, index), row in row_of.items() if index == 0]
+        total: list[float] = rows[first_rows].sum(axis=0).tolist()
         return total
 
 

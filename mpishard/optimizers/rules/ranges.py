@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, is_device_array, lie_end_to_end, stretched
-from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
+from mpishard.sharding import ParameterEntry, Piece, Unit, common_pieces, overlapping
 
-Cell = tuple[str, int]
-"""A parameter's name, and the number of its part; see `Segment`."""
+SegmentKey = tuple[str, int]
+"""A parameter's name, and the index of its segment; see `Segment`."""
 
 _MISSED = "missed"
 """Key, in the numbers of a rule, of the updates that have left parameters out, by their names."""
@@ -25,14 +25,14 @@ _MISSED = "missed"
 class Segment:
     """The part of one parameter that lies in one owned piece: ``[start, stop)`` of the piece.
 
-    If worlds of other sizes must compute the same norms, it is the part that lies in one cell of
-    the flat vector, the ``cell``-th of the parameter.
+    If worlds of other sizes must compute the same norms, it is the part that lies in one of the
+    `mpishard.sharding.common_pieces`, the ``index``-th of the parameter.
     """
 
     name: str
     start: int
     stop: int
-    cell: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class UpdateContext:
     small vector over all ranks that own a part of the parameters; all of them call it. If each rank
     owns all parameters, it returns its argument. ``parameter_names`` are all names of the model, in
     one order on all ranks, so that such a vector can have a place for each; without them each rank
-    owns all parameters. With ``gradient_leaves`` a name appears once for each of its cells, in
+    owns all parameters. With ``gradient_leaves`` a name appears once for each of its segments, in
     order, and each place receives the sum of the whole parameter, for any number of ranks.
     ``loss`` is the mean loss at the parameters, None if it is not known. ``numbers`` holds the
     values, as JSON, that a rule keeps between updates besides its vectors. It belongs to the
@@ -154,23 +154,23 @@ def _join(first: OwnedRange, second: OwnedRange) -> OwnedRange:
     )
 
 
-def places_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:
-    """Return the place of each cell of the parameters in a vector that is summed over ranks."""
+def rows_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[SegmentKey, int]:
+    """Return the row of each segment of the parameters in an array that is summed over ranks."""
     if not context.parameter_names:
-        cells = dict.fromkeys((s.name, s.cell) for owned in ranges for s in owned.segments)
+        keys = dict.fromkeys((s.name, s.index) for owned in ranges for s in owned.segments)
     else:
         seen: Counter[str] = Counter()
-        cells = {}
+        keys = {}
         for name in context.parameter_names:
-            cells[name, seen[name]] = None
+            keys[name, seen[name]] = None
             seen[name] += 1
-    return {cell: place for place, cell in enumerate(cells)}
+    return {key: row for row, key in enumerate(keys)}
 
 
-class ParameterCells:
-    """The parts of a model's parameters that lie in one cell each, in flat order.
+class CommonSegments:
+    """A model's parameters, cut at the bounds of the common pieces, in flat order.
 
-    A norm that is summed by cells has the same bits in every world.
+    A norm that is summed by these segments has the same bits in every world.
 
     Parameters
     ----------
@@ -179,21 +179,21 @@ class ParameterCells:
     units : sequence of Unit
         The ranges that are cut among the ranks.
     leaves : int
-        ``gradient_leaves``: see `mpishard.sharding.cells_of`.
+        ``gradient_leaves``: see `mpishard.sharding.common_pieces`.
 
     Attributes
     ----------
     names : list of str
-        The parameter's name of each part.
+        The parameter's name of each segment.
     """
 
     def __init__(
         self, entries: Sequence[ParameterEntry], units: Sequence[Unit], leaves: int
     ) -> None:
-        cuts = sorted({start for unit in units for start, _ in cells_of(unit, leaves)})
+        cuts = sorted({start for unit in units for start, _ in common_pieces(unit, leaves)})
         self.names: list[str] = []
         self._starts: list[int] = []
-        self._firsts: list[int] = []  # the first part of each parameter
+        self._firsts: list[int] = []  # the first segment of each parameter
         for entry in (e for e in entries if e.size):
             inside = cuts[bisect_right(cuts, entry.start) : bisect_left(cuts, entry.stop)]
             self._firsts.append(len(self.names))
@@ -201,23 +201,22 @@ class ParameterCells:
             self.names += [entry.name] * (1 + len(inside))
 
     def cut(self, segments: Sequence[Segment], piece: Piece) -> tuple[Segment, ...]:
-        """Return the segments of an owned piece, each cut into its parts."""
+        """Return the segments of an owned piece, cut at the bounds of the common pieces."""
         found = []
         for segment in segments:
             low, high = piece.start + segment.start, piece.start + segment.stop
             first, stop = bisect_right(self._starts, low), bisect_left(self._starts, high)
-            # Parts are numbered from the first one of their parameter, equally in every world.
+            # Segments count from the first one of their parameter, equally in every world.
             of_parameter = self._firsts[bisect_right(self._firsts, first - 1) - 1]
             bounds = [low, *self._starts[first:stop], high]
             for number, (start, end) in enumerate(pairwise(bounds), start=first - 1 - of_parameter):
-                part = Segment(segment.name, start - piece.start, end - piece.start, number)
-                found.append(part)
+                found.append(Segment(segment.name, start - piece.start, end - piece.start, number))
         return tuple(found)
 
     def totals(self, rows: Array) -> Array:
-        """Return for each part the sum of its parameter's rows, of shape (len(names), n)."""
+        """Return for each segment the sum of its parameter's rows, of shape (len(names), n)."""
         ends = [*self._firsts[1:], len(self.names)]
-        # One sum per parameter, in the order of its cells, which no owner changes.
+        # One sum per parameter, in the order of its segments, which no owner changes.
         sums = np.add.reduceat(rows, self._firsts, axis=0)
         counts = [end - first for first, end in zip(self._firsts, ends, strict=True)]
         return np.repeat(sums, counts, axis=0)

@@ -15,8 +15,8 @@ from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.ranges import (
+    CommonSegments,
     OwnedRange,
-    ParameterCells,
     UpdateContext,
     count_missed,
     segments_of,
@@ -94,15 +94,15 @@ class ModelState(CheckpointState):
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }
         if model.gradient_leaves is not None:
-            # Norms of parameters are summed by cells, so that their bits do not depend on the
+            # Norms of parameters are summed by segments, so that their bits do not depend on the
             # ranks that own the parts.
-            cells = ParameterCells(model.parameter_entries, model.units, model.gradient_leaves)
+            common = CommonSegments(model.parameter_entries, model.units, model.gradient_leaves)
             segments = tuple(
-                cells.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
+                common.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
             )
             self._owners = {
-                "sum_over_owners": lambda rows: cells.totals(sum_over_owners(rows)),
-                "parameter_names": cells.names,
+                "sum_over_owners": lambda rows: common.totals(sum_over_owners(rows)),
+                "parameter_names": common.names,
             }
         self.vectors: Mapping[str, Array] = {
             name: engine.zeros_for_state(pieces) for name in rule.needed_state()
