@@ -9,9 +9,8 @@ import pytest
 from cupy_stand_in import installed
 
 import mpishard as ms
-from mpishard.base.devices import Device, load_cupy
+from mpishard.base.devices import Device, load_cupy, load_nccl
 from mpishard.communication import NCCLCommunicationBackend, ReductionOperation
-from mpishard.communication.nccl.communicator import load_nccl
 from mpishard.errors import DeviceUnavailableError
 from mpishard.testing.reductions import tree_reduce
 
@@ -76,16 +75,12 @@ def test_reductions(world, gpus, length, dtype):
         check(out, expected, world)
         assert array.get().tobytes() == inputs[world.rank].tobytes()
         piece = world.reduce_scatter(array, operation)
-        low = sum(
-            length // world.world_size + (r < length % world.world_size) for r in range(world.rank)
-        )
+        low = sum(length // world.world_size + (r < length % world.world_size)
+                  for r in range(world.rank))  # fmt: skip
         check(piece, expected[low : low + piece.size], world)
         even = array[: length // world.world_size * world.world_size]
-        check(
-            world.reduce_scatter(even, operation)[:3],
-            expected[even.size // world.world_size * world.rank :][:3],
-            world,
-        )
+        check(world.reduce_scatter(even, operation)[:3],
+              expected[even.size // world.world_size * world.rank :][:3], world)  # fmt: skip
         assert world.all_reduce(array, operation) is array
         check(array, expected, world)
 

@@ -13,7 +13,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,6 +39,9 @@ class ReductionOperation(IntEnum):
     Max = MAX
     Average = AVERAGE
 
+
+Reductions = Literal["exact", "fast"]
+"""Who combines arrays on GPUs: the one tree, or a library in an order of its own."""
 
 # A name of its own, because Python takes 0.2 us to look up a member of an enumeration.
 _AVERAGE = ReductionOperation.AVERAGE

@@ -7,12 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, address, array_namespace, copy_into, is_device_array, load_cupy
+from mpishard.base import (
+    Array,
+    address,
+    array_namespace,
+    copy_into,
+    is_device_array,
+    load_cupy,
+    load_nccl,
+)
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import MessageChannel
-from mpishard.communication.nccl.communicator import Communicator, load_nccl
+from mpishard.communication.nccl.communicator import Communicator
 
 SMALL_BYTES = 1 << 16
 """Most bytes of GPU data that travel through the host, because NCCL takes longer to begin."""

@@ -87,9 +87,8 @@ def multiply(a: Array, b: Array, out: Array | None, precision: str) -> Array:
 
 def _operand(x: Array) -> tuple[Array, bool]:
     """Return C-contiguous memory of an operand, and True if it has the operand transposed."""
-    if not x.flags.c_contiguous and x.swapaxes(-1, -2).flags.c_contiguous:
-        return x.swapaxes(-1, -2), True
-    return NAMESPACES[type(x)].ascontiguousarray(x), False
+    is_turned = x.strides[-2] < x.strides[-1]
+    return NAMESPACES[type(x)].ascontiguousarray(x.swapaxes(-1, -2) if is_turned else x), is_turned
 
 
 def _multiply(

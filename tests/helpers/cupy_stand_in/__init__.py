@@ -32,7 +32,7 @@ from cupy_stand_in.array import ndarray
 from cupy_stand_in.cuda import Cuda
 from cupy_stand_in.functions import namespace
 from cupy_stand_in.kernels import RawKernel
-from cupy_stand_in.nccl import add_to
+from cupy_stand_in.nccl import added_to
 
 __all__ = ["installed"]
 
@@ -64,12 +64,12 @@ def installed(device_count: int = 1, *, has_headers: bool = True) -> Iterator[Mo
     vars(module).update(
         namespace(), ndarray=ndarray, RawKernel=RawKernel, cuda=Cuda(device_count, has_headers)
     )
-    add_to(module.cuda)
     module.__stand_in__ = True  # type: ignore[attr-defined]
     before = sys.modules.get("cupy")
     sys.modules["cupy"] = module
     try:
-        yield module
+        with added_to(module.cuda):
+            yield module
     finally:
         if before is None:
             del sys.modules["cupy"]
