@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import optional_package
-from mpishard.optimizers import JointRule, OwnedRange, ParameterOptions, UpdateContext
+from mpishard.optimizers import JointRule, ParameterOptions, PieceArrays, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.
@@ -141,7 +141,7 @@ class OptaxRule(JointRule):
         # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def update_all(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Update all ranges of this rank in place.
 
         Raises
@@ -170,13 +170,13 @@ class OptaxRule(JointRule):
             # must be the same on all ranks.
             nothing = np.zeros(1, np.result_type(np.float32, *vectors))
             state = {name: nothing.copy() for name in self.needed_state()}
-            nowhere = OwnedRange(nothing, nothing.copy(), state, [])
+            nowhere = PieceArrays(nothing, nothing.copy(), state, [])
             after = self._update_part(nowhere, slice(None), 0.0, before, context)
         before.update(after)
 
     def _update_part(
         self,
-        owned: OwnedRange,
+        owned: PieceArrays,
         part: slice,
         rate: float,
         before: Mapping[str, Any],

@@ -136,11 +136,11 @@ class TorchModel(PlacedVectorModel):
         return None
 
     def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
-        from mpishard.torch.parameters import Place
+        from mpishard.torch.parameters import StoredParameter
         from mpishard.torch.world import prepare_torch
 
         super().place_parameters(arrays, holder, store)
-        self._placed.hold(store.layout.units, functools.partial(Place, holder, store))
+        self._placed.hold(store.layout.units, functools.partial(StoredParameter, holder, store))
         self._placed.normalise_over(store.backend)
         prepare_torch()
 

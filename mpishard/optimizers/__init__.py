@@ -22,7 +22,7 @@ from mpishard.optimizers.rules.options import (
 )
 from mpishard.optimizers.rules.plain import refuse_sharded
 from mpishard.optimizers.rules.ranges import (
-    OwnedRange,
+    PieceArrays,
     Segment,
     UpdateContext,
     count_missed,
@@ -73,7 +73,7 @@ __all__ = [
     "OneCycle",
     "OptimizationAlgorithmOptions",
     "Optimizer",
-    "OwnedRange",
+    "PieceArrays",
     "PipelineParallelOptimizer",
     "RMSprop",
     "Segment",

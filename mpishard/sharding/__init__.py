@@ -25,9 +25,9 @@ from mpishard.sharding.refusals import (
 from mpishard.sharding.regions import (
     Box,
     Region,
-    blocks_of,
     box_shape,
     box_within,
+    boxes_of,
     join_dims,
     put_region,
     shared_box,

@@ -1,4 +1,4 @@
-"""Parts of a tensor: boxes of it, and row-major ranges of boxes."""
+"""Boxes of a tensor, and regions: row-major ranges of boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import EllipsisType
 from mpishard.base import Array, copy_into
 
 Box = tuple[tuple[int, int], ...]
-"""A block of a tensor: the range ``(start, stop)`` of each dim."""
+"""A hyperrectangle of a tensor: the range ``(start, stop)`` of each dim."""
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -89,7 +89,7 @@ class Region:
         return f"{self.name}[{box}][{self.start}:{self.stop}]"
 
 
-def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
+def boxes_of(region: Region) -> Iterator[tuple[Box, slice]]:
     """Yield the boxes that make up a region, in the order of its values.
 
     There are at most 2d - 1 of them in a tensor of d dims: an incomplete first row, whole rows, an
@@ -105,7 +105,7 @@ def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
     Examples
     --------
     >>> region = Region("weight", ((0, 4), (2, 5)), 1, 10)
-    >>> [(box, part.start, part.stop) for box, part in blocks_of(region)]
+    >>> [(box, part.start, part.stop) for box, part in boxes_of(region)]
     [(((0, 1), (3, 5)), 0, 2), (((1, 3), (2, 5)), 2, 8), (((3, 4), (2, 3)), 8, 9)]
     """
     position = 0
@@ -155,5 +155,5 @@ def _pairs(values: Array, region: Region, tensor: Array) -> Iterator[tuple[Array
     if box_shape(region.box) == tensor.shape:
         yield values, tensor.reshape(-1)[region.start : region.stop]
         return
-    for box, part in blocks_of(region):
+    for box, part in boxes_of(region):
         yield values[part].reshape(box_shape(box)), tensor[box_within(box)]

@@ -25,7 +25,7 @@ from mpishard.sharding import ParameterEntry, Piece
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
-from mpishard.torch.parameters import Part
+from mpishard.torch.parameters import OwnedParameter
 
 
 class BackwardPasses:
@@ -45,7 +45,7 @@ class BackwardPasses:
         Store that holds and reduces the gradients.
     entries : tuple of ParameterEntry
         Entries of the flat vector.
-    parts : sequence of Part
+    parts : sequence of OwnedParameter
         The trained parameters.
     buffers : Buffers
         Buffers that are sent to all ranks after a pass that has changed them.
@@ -64,7 +64,7 @@ class BackwardPasses:
         self,
         gradients: GradientStore,
         entries: tuple[ParameterEntry, ...],
-        parts: Sequence[Part],
+        parts: Sequence[OwnedParameter],
         buffers: Buffers,
         gathered: GatheredUnits | None,
     ) -> None:
@@ -85,7 +85,7 @@ class BackwardPasses:
         self._ending: Callable[[], Any] = lambda: None
         self._views: dict[int, Any] = {}
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
-        self._assigned: list[tuple[Part, Any]] = []
+        self._assigned: list[tuple[OwnedParameter, Any]] = []
         self._training = training_of(self._backend)
         # One flag for each part that has a gradient, and a last one for changed buffers.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
@@ -229,7 +229,7 @@ class BackwardPasses:
             self._training.end_backward(of_loaders)
         self.part_of_step.close()
 
-    def _view(self, part: Part) -> Any:
+    def _view(self, part: OwnedParameter) -> Any:
         """Return the gradient of a part, as a tensor in the store's memory."""
         if self._has_local and not isinstance(self._gradients, ReplicatedGradients):
             unit = part.unit

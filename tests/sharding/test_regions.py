@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mpishard.sharding import LocalParameter, ParameterEntry, Placement, Region
 from mpishard.sharding.regions import (
-    blocks_of,
     box_shape,
     box_within,
+    boxes_of,
     join_dims,
     put_region,
     shared_box,
@@ -40,13 +40,13 @@ def elements(shape, region):
 
 
 @given(regions())
-def test_a_region_is_its_blocks(case):
+def test_boxes_of_a_region_hold_its_elements_in_order(case):
     shape, region = case
     tensor = np.arange(math.prod(shape)).reshape(shape)
-    blocks = list(blocks_of(region))
-    assert len(blocks) <= max(1, 2 * len(shape) - 1)
+    boxes = list(boxes_of(region))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
     position, found = 0, []
-    for box, part in blocks:
+    for box, part in boxes:
         values = tensor[box_within(box)].ravel()
         assert (part.start, part.stop) == (position, position + values.size)
         position = part.stop
@@ -92,7 +92,7 @@ def test_a_region_says_what_it_is():
 
 
 def test_arrays_are_cut_into_views():
-    # A vector of three row blocks of one parameter, then half the columns of another one.
+    # A vector of three row boxes of one parameter, then half the columns of another one.
     held = [
         LocalParameter(
             ParameterEntry("qkv", (3, 2), 0), tuple(((r, r + 1), (0, 2)) for r in (1, 3, 5))

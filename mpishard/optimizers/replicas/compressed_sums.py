@@ -13,7 +13,7 @@ from mpishard.communication import CommunicationBackend, ReductionOperation, Tre
 from mpishard.models import StoreLayout
 from mpishard.observe import MemoryCategory
 from mpishard.optimizers.replicas.codes import Code
-from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPiece, SumExchange
 
 
 class ErrorFeedback:
@@ -29,7 +29,7 @@ class ErrorFeedback:
         Where memory is booked.
     across : CommunicationBackend
         The ranks that hold the same parts.
-    parts : sequence of Part
+    parts : sequence of ExchangedPiece
         This rank's parts.
 
     Attributes
@@ -44,7 +44,7 @@ class ErrorFeedback:
     """
 
     def __init__(
-        self, layout: StoreLayout, across: CommunicationBackend, parts: Sequence[Part]
+        self, layout: StoreLayout, across: CommunicationBackend, parts: Sequence[ExchangedPiece]
     ) -> None:
         own, reduced = [], []
         lengths = [0, 0]
@@ -100,7 +100,7 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _EncodedPiece:
     """A part of the gradient in one exchange, on the host.
 
     Parameters
@@ -152,7 +152,7 @@ class CompressedSums(SumExchange):
     def __init__(
         self,
         across: CommunicationBackend,
-        parts: Sequence[Part],
+        parts: Sequence[ExchangedPiece],
         code: Code,
         errors: ErrorFeedback,
         key: Callable[[], tuple[int, int]],
@@ -185,14 +185,14 @@ class CompressedSums(SumExchange):
             parts = []
             for n in numbers:
                 (old, error), sums = self._errors.of(n)
-                parts.append(_Part(n, to_host(values[n]) + old, error, *sums))
+                parts.append(_EncodedPiece(n, to_host(values[n]) + old, error, *sums))
             is_finite &= self._exchange_unit(parts)
             for part in parts:
                 copy_into(values[part.number], part.values)
         if is_finite:
             self._errors.settle()
 
-    def _exchange_unit(self, parts: Sequence[_Part]) -> bool:
+    def _exchange_unit(self, parts: Sequence[_EncodedPiece]) -> bool:
         """Exchange the parts of a unit; return whether this rank's values are finite."""
         is_finite = all(np.isfinite(part.values).all() for part in parts)
         if not is_finite:
@@ -226,7 +226,7 @@ class CompressedSums(SumExchange):
     def abandon(self) -> None:
         self._errors.drop()
 
-    def _take_errors(self, part: _Part) -> None:
+    def _take_errors(self, part: _EncodedPiece) -> None:
         """Let errors of sums travel with the values of their owner, and leave none."""
         own = self._errors.own_pieces[part.number]
         reduced = self._errors.reduced_pieces[part.number]
@@ -235,7 +235,7 @@ class CompressedSums(SumExchange):
         part.new.fill(0)
 
     def _encode(
-        self, parts: Sequence[_Part], arrays: Sequence[Array], owner: int, sender: int
+        self, parts: Sequence[_EncodedPiece], arrays: Sequence[Array], owner: int, sender: int
     ) -> Array:
         """Return the codes of the pieces of all parts that ``owner`` owns, end to end."""
         return np.concatenate(
@@ -248,7 +248,12 @@ class CompressedSums(SumExchange):
         )
 
     def _decode(
-        self, codes: Array, parts: Sequence[_Part], out: Sequence[Array], owner: int, sender: int
+        self,
+        codes: Array,
+        parts: Sequence[_EncodedPiece],
+        out: Sequence[Array],
+        owner: int,
+        sender: int,
     ) -> int:
         """Write the values of `_encode` to ``out``; return the length of their codes."""
         position = 0
@@ -259,7 +264,7 @@ class CompressedSums(SumExchange):
             position = stop
         return position
 
-    def _exchange_codes(self, parts: Sequence[_Part]) -> None:
+    def _exchange_codes(self, parts: Sequence[_EncodedPiece]) -> None:
         """Replace the values by the decoded sums over ranks; write new errors."""
         size, rank = self.across.world_size, self.across.rank
         layouts = [ShardLayout(part.values.size, size) for part in parts]

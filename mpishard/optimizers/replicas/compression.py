@@ -14,7 +14,7 @@ from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase, StoreLayout, written_here
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
-from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, Part
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, ExchangedPiece
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
@@ -165,7 +165,7 @@ class _CompressedState(ModelState):
         model.engine.lend(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
 
     def _make_sums(
-        self, layout: StoreLayout, across: CommunicationBackend, parts: tuple[Part, ...]
+        self, layout: StoreLayout, across: CommunicationBackend, parts: tuple[ExchangedPiece, ...]
     ) -> CompressedSums:
         program = self.engine.program
         frozen = [(e.start, e.stop) for e in program.entries if e.name in program.frozen]

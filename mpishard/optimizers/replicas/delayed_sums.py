@@ -8,7 +8,7 @@ from mpishard.base import Array, chunk_length
 from mpishard.communication import CommunicationBackend, Work
 from mpishard.models import StoreLayout
 from mpishard.observe import MemoryCategory
-from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPiece, SumExchange
 from mpishard.sharding import Piece
 
 
@@ -37,7 +37,11 @@ class DelayedSums(SumExchange):
     """
 
     def __init__(
-        self, across: CommunicationBackend, parts: Sequence[Part], layout: StoreLayout, delay: int
+        self,
+        across: CommunicationBackend,
+        parts: Sequence[ExchangedPiece],
+        layout: StoreLayout,
+        delay: int,
     ) -> None:
         super().__init__(across, parts)
         self.is_late = delay > 0

@@ -31,7 +31,7 @@ from mpishard.sharding import Piece, Unit
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExchangedPiece:
     """A part of the gradient that this rank sums with those of the other replicas.
 
     Parameters
@@ -50,9 +50,9 @@ class Part:
     is_alike: bool = False
 
 
-def parts_of(
+def exchanged_pieces(
     pieces: Sequence[Piece], *place: int, alike: Sequence[tuple[int, int]] = ()
-) -> tuple[Part, ...]:
+) -> tuple[ExchangedPiece, ...]:
     """Return the parts of ``pieces``, cut at the bounds of ranges with copies.
 
     Parameters
@@ -71,7 +71,9 @@ def parts_of(
         for start, stop in pairwise(cuts) if piece.length else [(piece.start, piece.stop)]:
             is_alike = any(a <= start and stop <= b for a, b in inside)
             key = piece.unit.index, *place, *([start - piece.unit.start] if alike else [])
-            parts.append(Part(Piece(piece.unit, start, stop, position), key, is_alike=is_alike))
+            parts.append(
+                ExchangedPiece(Piece(piece.unit, start, stop, position), key, is_alike=is_alike)
+            )
             position += stop - start
     return tuple(parts)
 
@@ -83,7 +85,7 @@ class SumExchange(ABC):
     ----------
     across : CommunicationBackend
         The ranks that hold the same parts in the other replicas.
-    parts : sequence of Part
+    parts : sequence of ExchangedPiece
         This rank's parts.
 
     Attributes
@@ -94,7 +96,7 @@ class SumExchange(ABC):
 
     is_late = False
 
-    def __init__(self, across: CommunicationBackend, parts: Sequence[Part]) -> None:
+    def __init__(self, across: CommunicationBackend, parts: Sequence[ExchangedPiece]) -> None:
         self.across = across
         self.parts = tuple(parts)
 
@@ -157,7 +159,9 @@ class ExchangedPasses(Passes):
     def __init__(
         self,
         user: str,
-        make_exchange: Callable[[StoreLayout, CommunicationBackend, tuple[Part, ...]], SumExchange],
+        make_exchange: Callable[
+            [StoreLayout, CommunicationBackend, tuple[ExchangedPiece, ...]], SumExchange
+        ],
     ) -> None:
         self.user = user
         self._make_exchange = make_exchange
@@ -180,7 +184,7 @@ class ExchangedPasses(Passes):
             alike = engine.program.vector.replicated_ranges()
         pieces = layout.pieces(sharded=not self._is_alone)
         trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
-        parts = parts_of(trained, *place, alike=alike)
+        parts = exchanged_pieces(trained, *place, alike=alike)
         self.exchange = self._make_exchange(layout, across, parts)
         self.is_late = self.exchange.is_late
         self._inner = inner

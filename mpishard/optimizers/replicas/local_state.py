@@ -32,8 +32,8 @@ from mpishard.models import (
 )
 from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
 from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
-from mpishard.optimizers.replicas.exchanged_passes import parts_of
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
+from mpishard.optimizers.replicas.exchanged_passes import exchanged_pieces
+from mpishard.optimizers.rules.ranges import PieceArrays, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
@@ -146,7 +146,7 @@ class LocalState(ModelState):
         # Ranks of a replica that hold copies of a parameter must get the same bits: their changes
         # travel as they are if codes depend on the other values of a part.
         alike = engine.program.vector.replicated_ranges() if name == "int8" else []
-        for part in parts_of(self._trained, alike=alike):
+        for part in exchanged_pieces(self._trained, alike=alike):
             piece = part.piece
             if name in (None, self.model.dtype.name) or part.is_alike:
                 exchange = Exchange(self._across, piece)
@@ -259,7 +259,7 @@ class LocalState(ModelState):
                 state = {name: v[piece.in_shard] for name, v in self._outer_state.items()}
                 anchor = state.pop("anchor")
                 segments = segments_of(engine.program.entries, piece)
-                ranges.append(OwnedRange(anchor, anchor - beside(target, anchor), state, segments))
+                ranges.append(PieceArrays(anchor, anchor - beside(target, anchor), state, segments))
                 targets.append(target)
         names = [entry.name for entry in self.model.parameter_entries]
         outer.update_all(

@@ -18,8 +18,8 @@ from mpishard.base import (
 from mpishard.models import squared_norm
 from mpishard.optimizers.rules.compiled import Body, elements, in_chunks, run
 from mpishard.optimizers.rules.elementwise import Adam
-from mpishard.optimizers.rules.options import OptionRange
-from mpishard.optimizers.rules.ranges import OwnedRange, SegmentKey, UpdateContext, rows_of
+from mpishard.optimizers.rules.options import OptionSegment
+from mpishard.optimizers.rules.ranges import PieceArrays, SegmentKey, UpdateContext, rows_of
 from mpishard.optimizers.rules.rule import JointRule
 
 
@@ -46,7 +46,7 @@ class LAMB(Adam, JointRule):
 
     _merges_segments = False
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def update_all(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Update in two passes: moments and norms first; then, with summed norms, the steps.
 
         The second pass computes each chunk's direction again, which needs no memory between them.
@@ -67,20 +67,20 @@ class LAMB(Adam, JointRule):
             run(Body(_step, (*self._of_direction(span, step), rate)), [p, m, v])
 
     def _parameters_in(
-        self, ranges: Sequence[OwnedRange]
-    ) -> Iterator[tuple[OwnedRange, SegmentKey, OptionRange]]:
+        self, ranges: Sequence[PieceArrays]
+    ) -> Iterator[tuple[PieceArrays, SegmentKey, OptionSegment]]:
         for owned in ranges:
             spans = self._option_ranges(owned.segments)
             for segment, span in zip(owned.segments, spans, strict=True):
                 yield owned, (segment.name, segment.index), span
 
-    def _arrays(self, owned: OwnedRange, span: OptionRange) -> list[Array]:
+    def _arrays(self, owned: PieceArrays, span: OptionSegment) -> list[Array]:
         """Return parameters, gradients and moments of one parameter."""
         arrays = [owned.parameters, owned.gradients, *(owned.state[n] for n in self.state_names)]
         return [array[span.start : span.stop] for array in arrays]
 
     def _add_squares(
-        self, squares: Array, owned: OwnedRange, span: OptionRange, context: UpdateContext
+        self, squares: Array, owned: PieceArrays, span: OptionSegment, context: UpdateContext
     ) -> None:
         """Update the moments of one parameter, and add the squares of it and of its direction."""
         blocks = []
@@ -92,7 +92,7 @@ class LAMB(Adam, JointRule):
         squares += np.concatenate(blocks, axis=1).sum(axis=1)
 
     def _add_squares_on_device(
-        self, squares: Array, owned: OwnedRange, span: OptionRange, context: UpdateContext
+        self, squares: Array, owned: PieceArrays, span: OptionSegment, context: UpdateContext
     ) -> None:
         """As `_add_squares`; the host waits for nothing."""
         p, g, m, v = self._arrays(owned, span)
@@ -106,7 +106,7 @@ class LAMB(Adam, JointRule):
         g: Array,
         m: Array,
         v: Array,
-        span: OptionRange,
+        span: OptionSegment,
         context: UpdateContext,
         missed: int,
     ) -> Array:
@@ -121,7 +121,7 @@ class LAMB(Adam, JointRule):
         run(Body(_directions, numbers), [direction, p, m, v])
         return direction
 
-    def _of_direction(self, span: OptionRange, step: int) -> tuple[float, ...]:
+    def _of_direction(self, span: OptionSegment, step: int) -> tuple[float, ...]:
         # As in Adam: m/c1 / (sqrt(v/c2) + eps) = sqrt(c2)/c1 m / (sqrt(v) + sqrt(c2) eps).
         root = math.sqrt(1 - self.beta2**step)
         correction = root / (1 - self.beta1**step)

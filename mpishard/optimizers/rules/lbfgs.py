@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.base import Array, array_namespace, as_count, is_device_array, to_host
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, rows_of
+from mpishard.optimizers.rules.ranges import PieceArrays, UpdateContext, rows_of
 from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
@@ -107,7 +107,7 @@ class LBFGS(JointRule):
 
     # ------------------------------------------------------------------------------- an update
 
-    def begin(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def begin(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Choose a direction, and move the parameters to the first trial. Collective.
 
         Nothing is done before the first evaluation, which is at the initial parameters.
@@ -119,7 +119,7 @@ class LBFGS(JointRule):
         numbers.pop("stuck", None)
         self._choose_direction(ranges, context)
 
-    def _search(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def _search(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Search along the direction that is chosen. Collective."""
         numbers = context.numbers
         slope, square = self._slope(ranges, context)
@@ -134,7 +134,7 @@ class LBFGS(JointRule):
         numbers["search"], numbers["pending"] = asdict(search), True
         self._place(ranges, step)
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def update_all(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Judge an evaluation: keep its point, or move the parameters to the next. Collective."""
         numbers = context.numbers
         if context.loss is None:
@@ -159,14 +159,14 @@ class LBFGS(JointRule):
         )
         self._judge(ranges, context, context.loss, slope)
 
-    def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def reject(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Judge an evaluation whose loss or gradient is not finite. Collective."""
         context.numbers["evaluations"] += 1
         # The search treats an infinite loss as a step that is too long, and goes back.
         self._judge(ranges, context, math.inf, math.nan)
 
     def _judge(
-        self, ranges: Sequence[OwnedRange], context: UpdateContext, value: float, slope: float
+        self, ranges: Sequence[PieceArrays], context: UpdateContext, value: float, slope: float
     ) -> None:
         numbers = context.numbers
         search = StrongWolfe(**numbers["search"])
@@ -180,7 +180,7 @@ class LBFGS(JointRule):
             numbers["search"] = asdict(search)
             self._place(ranges, search.step)
 
-    def _give_up(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def _give_up(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Go back, and begin again along the gradient; if that was tried, record "stuck"."""
         context.numbers.update(pending=False, search=None)
         self._place(ranges, 0.0)
@@ -194,7 +194,7 @@ class LBFGS(JointRule):
     # ---------------------------------------------------------------------------- the direction
 
     def _accept(
-        self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
+        self, ranges: Sequence[PieceArrays], context: UpdateContext, product: float, scale: float
     ) -> None:
         """Make the present point the base, and keep the step to it. Collective.
 
@@ -216,7 +216,7 @@ class LBFGS(JointRule):
                 change -= state["base_gradient"]
             self._rebase(owned, context.gradient_scale)
 
-    def _choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def _choose_direction(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Write ``state["direction"]``, and search along it. Collective."""
         pairs = context.numbers.get("pairs", [])
         names = [*(f"step{k}" for k in pairs), *(f"change{k}" for k in pairs), "base_gradient"]
@@ -270,12 +270,12 @@ class LBFGS(JointRule):
 
     # ---------------------------------------------------------------------------- arithmetic
 
-    def _rebase(self, owned: OwnedRange, scale: float) -> None:
+    def _rebase(self, owned: PieceArrays, scale: float) -> None:
         xp = array_namespace(owned.parameters)
         owned.state["base"][...] = owned.parameters
         xp.multiply(owned.gradients, scale, out=owned.state["base_gradient"])
 
-    def _place(self, ranges: Sequence[OwnedRange], step: float) -> None:
+    def _place(self, ranges: Sequence[PieceArrays], step: float) -> None:
         """Move the parameters to the base plus ``step`` times the direction."""
         for owned in ranges:
             p, xp = owned.parameters, array_namespace(owned.parameters)
@@ -287,7 +287,7 @@ class LBFGS(JointRule):
             if self.is_bounded:  # rounding may leave the box
                 xp.clip(p, owned.state["lower"], owned.state["upper"], out=p)
 
-    def _slope(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> list[float]:
+    def _slope(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> list[float]:
         """Return the slope along the direction, and the square of its length. Collective."""
 
         def products(views: Mapping[str, Array]) -> list[float]:
@@ -298,7 +298,7 @@ class LBFGS(JointRule):
 
     def _sums(
         self,
-        ranges: Sequence[OwnedRange],
+        ranges: Sequence[PieceArrays],
         context: UpdateContext,
         names: Sequence[str],
         products: Callable[[Mapping[str, Array]], Sequence[float] | Array],
@@ -352,7 +352,7 @@ def _dot(a: Array, b: Array) -> float:
 
 
 def _blocks(
-    owned: OwnedRange, names: Sequence[str], start: int, stop: int
+    owned: PieceArrays, names: Sequence[str], start: int, stop: int
 ) -> Iterator[dict[str, Array]]:
     """Yield views of the vectors, block by block; on a GPU all is one block."""
     vectors = {name: owned.state[name] for name in names}

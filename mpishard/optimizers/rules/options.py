@@ -34,7 +34,7 @@ KNOWN: dict[str, Callable[[str, Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class OptionRange:
+class OptionSegment:
     """A run ``[start, stop)`` of an owned piece whose parameters share their options."""
 
     start: int
@@ -144,18 +144,20 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
 
     def ranges(
         self, segments: Sequence[Segment], weight_decay: float, *, merges: bool = True
-    ) -> list[OptionRange]:
+    ) -> list[OptionSegment]:
         """Return the options of each segment; neighbours with equal options are one range.
 
         With ``merges=False`` each segment is a range of its own.
         """
-        ranges: list[OptionRange] = []
+        ranges: list[OptionSegment] = []
         for segment in segments:
             # Frozen parameters are handled by the model: `frozen` is not an option of a range.
             own = {k: v for k, v in self._of(segment.name).items() if k != "frozen"}
             # Ranges are merged because a rule runs once for each: a model has hundreds of segments,
             # and most have no options of their own.
-            found = OptionRange(segment.start, segment.stop, **{"weight_decay": weight_decay} | own)
+            found = OptionSegment(
+                segment.start, segment.stop, **{"weight_decay": weight_decay} | own
+            )
             if (
                 merges
                 and ranges

@@ -34,7 +34,7 @@ from mpishard.optimizers.rules.options import (
     OptimizationAlgorithmOptions,
     named_parameters,
 )
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.ranges import PieceArrays, Segment, UpdateContext
 from mpishard.sharding import ParameterEntry
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class PlainTraining:
     ) -> None:
         """Make update ``step``, from 0, of ``vector`` and ``state`` in place."""
         ranges = [
-            OwnedRange(
+            PieceArrays(
                 vector[run.start : run.stop],
                 gradients[run.start : run.stop],
                 {name: whole[run.start : run.stop] for name, whole in state.items()},

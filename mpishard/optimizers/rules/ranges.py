@@ -48,7 +48,7 @@ class UpdateContext:
     order, and each place receives the sum of the whole parameter, for any number of ranks.
     ``loss`` is the mean loss at the parameters, None if it is not known. ``numbers`` holds the
     values, as JSON, that a rule keeps between updates besides its vectors. It belongs to the
-    caller, who saves it with the state. ``missed`` is that of the range: see `OwnedRange`.
+    caller, who saves it with the state. ``missed`` is that of the range: see `PieceArrays`.
     """
 
     step: int
@@ -62,7 +62,7 @@ class UpdateContext:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedRange:
+class PieceArrays:
     """The views that a rule updates: one owned piece in 1-D views of one length.
 
     ``gradients`` may be read-only. ``state`` has one view per name of `Optimizer.needed_state`;
@@ -76,7 +76,7 @@ class OwnedRange:
     segments: Sequence[Segment]
     missed: int = 0
 
-    def without(self, unused: Collection[str], numbers: Mapping[str, Any]) -> Iterator[OwnedRange]:
+    def without(self, unused: Collection[str], numbers: Mapping[str, Any]) -> Iterator[PieceArrays]:
         """Yield the parts outside the parameters ``unused``, each with its number of ``missed``."""
         if not unused and _MISSED not in numbers:  # as in nearly all steps
             yield self
@@ -90,7 +90,7 @@ class OwnedRange:
                 continue
             segments = [*group]
             start, stop = segments[0].start, segments[-1].stop
-            yield OwnedRange(
+            yield PieceArrays(
                 self.parameters[start:stop],
                 self.gradients[start:stop],
                 {name: vector[start:stop] for name, vector in self.state.items()},
@@ -122,12 +122,12 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
     )
 
 
-def joined(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
+def joined(ranges: Sequence[PieceArrays]) -> list[PieceArrays]:
     """Return the ranges; on a GPU those that lie end to end as one, which one kernel updates.
 
     They do if each of their arrays does: pieces of units, for example, that fill a flat vector.
     """
-    found: list[OwnedRange] = []
+    found: list[PieceArrays] = []
     for owned in ranges:
         if found and is_device_array(owned.parameters) and _are_neighbours(found[-1], owned):
             found[-1] = _join(found[-1], owned)
@@ -136,20 +136,20 @@ def joined(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
     return found
 
 
-def _are_neighbours(first: OwnedRange, second: OwnedRange) -> bool:
+def _are_neighbours(first: PieceArrays, second: PieceArrays) -> bool:
     pairs = zip(_arrays_of(first), _arrays_of(second), strict=True)
     return all(lie_end_to_end(a, b) for a, b in pairs)
 
 
-def _arrays_of(owned: OwnedRange) -> list[Array]:
+def _arrays_of(owned: PieceArrays) -> list[Array]:
     return [owned.parameters, owned.gradients, *owned.state.values()]
 
 
-def _join(first: OwnedRange, second: OwnedRange) -> OwnedRange:
+def _join(first: PieceArrays, second: PieceArrays) -> PieceArrays:
     start = int(first.parameters.size)
     length = start + int(second.parameters.size)
     moved = (replace(s, start=s.start + start, stop=s.stop + start) for s in second.segments)
-    return OwnedRange(
+    return PieceArrays(
         stretched(first.parameters, length),
         stretched(first.gradients, length),
         {name: stretched(array, length) for name, array in first.state.items()},
@@ -157,7 +157,7 @@ def _join(first: OwnedRange, second: OwnedRange) -> OwnedRange:
     )
 
 
-def rows_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[SegmentKey, int]:
+def rows_of(ranges: Sequence[PieceArrays], context: UpdateContext) -> dict[SegmentKey, int]:
     """Return the row of each segment of the parameters in an array that is summed over ranks."""
     if not context.parameter_names:
         keys = dict.fromkeys((s.name, s.index) for owned in ranges for s in owned.segments)

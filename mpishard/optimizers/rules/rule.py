@@ -17,11 +17,11 @@ from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
     OptimizationAlgorithmOptions,
-    OptionRange,
+    OptionSegment,
     ParameterOptions,
 )
 from mpishard.optimizers.rules.plain import PlainTraining
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext, joined
+from mpishard.optimizers.rules.ranges import PieceArrays, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
         if name in ("weight_decay", "parameter_options"):  # the cached ranges contain these
-            self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
+            self._spans: dict[tuple[Segment, ...], list[OptionSegment]] = {}
         if name in ("learning_rate", "parameter_options"):
             self._schedules: dict[str, Schedule] = {}  # name in errors -> schedule
 
@@ -191,7 +191,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Return the names of the state vectors that these settings need."""
         return self.state_names
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def update_all(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
         """Update all ranges of this rank, in place. Every rank calls it, also with no ranges.
 
         A rule that needs norms of whole parameters overrides this.
@@ -277,7 +277,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             found.append(rate)
         return found[0]
 
-    def _rate_in(self, span: OptionRange, context: UpdateContext) -> float:
+    def _rate_in(self, span: OptionSegment, context: UpdateContext) -> float:
         """Return the rate of a range, whose options may differ from the other parameters'."""
         own = context.learning_rate
         if span.learning_rate is not None:
@@ -317,7 +317,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         found["parameter_options"] = self.checked_options.description
         return found
 
-    def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
+    def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionSegment]:
         # Cached, because matching names with patterns takes longer than a small update.
         key = tuple(segments)
         if key not in self._spans:
@@ -549,4 +549,4 @@ class JointRule(Optimizer):
         segments: Sequence[Segment],
         context: UpdateContext,
     ) -> None:
-        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
+        self.update_all([PieceArrays(parameters, gradients, state, segments)], context)

@@ -16,7 +16,7 @@ from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepRepor
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.ranges import (
     CommonSegments,
-    OwnedRange,
+    PieceArrays,
     UpdateContext,
     count_missed,
     segments_of,
@@ -188,7 +188,7 @@ class ModelState(CheckpointState):
 
     def run(
         self,
-        function: Callable[[Sequence[OwnedRange], UpdateContext], None],
+        function: Callable[[Sequence[PieceArrays], UpdateContext], None],
         updates: list[Update],
         report: StepReport,
     ) -> None:
@@ -196,7 +196,7 @@ class ModelState(CheckpointState):
         assert report.gradient_norm is not None
         rule = self.rule
         ranges = [
-            OwnedRange(update.parameters, update.gradients, views, segments)
+            PieceArrays(update.parameters, update.gradients, views, segments)
             for update, (segments, views) in zip(updates, self.parts, strict=True)
         ]
         if not rule.updates_unused:
