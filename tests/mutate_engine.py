@@ -63,7 +63,7 @@ TESTED = {
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,
     ("CompressedSums.exchange", "work.wait()"):
         "optimizers/test_compression.py::test_whole_gradients_of_the_first_steps_are_waited_for",
-    ("CompressedSums._exchange_unit", "self.across.all_reduce(part.values)"): _COMPRESSED,
+    ("CompressedSums._exchange_unit", "self.across.all_reduce(host.values)"): _COMPRESSED,
     ("_Progressing.reduce", "self._inner.reduce(unit)"): _COMPRESSED,
     ("DelayedSums.exchange", "self._stale[0].wait_until_over()"): _DROPPED,
     ("DelayedSums.expect", "self._stale.pop().wait_until_over()"): _DROPPED,
@@ -77,7 +77,7 @@ TESTED = {
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "same_outcome(self.model.backend)"):
         f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
-    ("TrainingRun._one_step", "model.backend.all_reduce(np.array(wishes.own))"):
+    ("TrainingRun._one_step", "model.backend.all_reduce(np.array(requests.own))"):
         "callbacks/test_callbacks.py::test_a_wish_at_an_evaluation_stops_at_once",
     ("checkpoint_to_resume", "same_outcome(backend)"):
         f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
@@ -89,7 +89,7 @@ TESTED = {
         f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
-    ("_Run.go", "same_outcome(backend)"): "optimizers/test_minimize.py"
+    ("_Minimization.go", "same_outcome(backend)"): "optimizers/test_minimize.py"
         "::test_a_folder_that_cannot_be_written_is_refused_before_the_first_step",
 }  # fmt: skip
 

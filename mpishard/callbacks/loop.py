@@ -106,7 +106,7 @@ class LoopHooks:
         self.run.call("on_checkpoint", replace(self.record, checkpoint=Path(path)))
 
     def _agree(self) -> bool:
-        own = self.run.wishes.own
+        own = self.run.requests.own
         is_preempted, stops, saves = self._preemption.is_asked_or(own[0] > 0, own[1] > 0)
         own[:] = 0.0, 0.0
         self.saves = self.saves or saves or is_preempted

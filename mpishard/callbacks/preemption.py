@@ -70,7 +70,7 @@ class Preemption:
         if self._is_main_thread:
             received = [number for number in PREEMPTING_SIGNALS if is_free(number)]
         # If no rank can receive signals, as in a world of threads, `is_asked` needs no exchange.
-        self._may_be_asked = any(self._any_of(bool(received), self._is_told))
+        self._may_be_asked = any(self._any_of(bool(received), self._is_ordered))
         for number in received:
             self._before[number] = signal.signal(number, self._receive)
         self._page = own_page() if received else None
@@ -94,23 +94,23 @@ class Preemption:
 
     def is_asked_or(self, *flags: bool) -> list[bool]:
         """Return `is_asked`, and for each flag whether any rank has set it. Collective."""
-        is_told = self._may_be_asked and self._is_told
-        self._is_obeyed, *said = self._any_of(is_told, *flags)
+        is_ordered = self._may_be_asked and self._is_ordered
+        self._is_obeyed, *any_set = self._any_of(is_ordered, *flags)
         if self._is_obeyed and self._is_main_thread:
             preemption_notice.obey()
-        return [self._is_obeyed, *said]
+        return [self._is_obeyed, *any_set]
 
     @property
-    def _is_told(self) -> bool:
+    def _is_ordered(self) -> bool:
         """Whether this rank was ordered to save and end."""
         return bool(self._received) or (self._is_main_thread and preemption_notice.is_given)
 
     def _any_of(self, *flags: bool) -> list[bool]:
         """Return for each flag whether any rank has set it."""
-        said = np.array(flags, np.int64)
+        any_set = np.array(flags, np.int64)
         if self._backend.world_size > 1:
-            self._backend.all_reduce(said, ReductionOperation.MAX)
-        return [bool(flag) for flag in said]
+            self._backend.all_reduce(any_set, ReductionOperation.MAX)
+        return [bool(flag) for flag in any_set]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a process that the rank forked: a data loader, say

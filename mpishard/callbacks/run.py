@@ -68,7 +68,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class Wishes:
+class Requests:
     """Requests of this rank that were not sent yet, and requests of all ranks that were not read.
 
     Both are ``[stop, save]``, above 0 if requested. They travel as summands of an all-reduce.
@@ -170,7 +170,7 @@ class Run:
         self.unit = unit
         self.announcement = self.ending = ""
         self.logged: dict[str, Any] = {}
-        self.wishes = Wishes()
+        self.requests = Requests()
         self._can_save = can_save
         self._reason = self._calling = ""
         self._callbacks = callbacks
@@ -198,7 +198,7 @@ class Run:
 
         It is enough if one rank calls it. Rank 0 logs the ``reason``.
         """
-        self.wishes.own[0] = 1.0
+        self.requests.own[0] = 1.0
         self._reason = self._reason or ": ".join(filter(None, [self._calling, reason]))
 
     def save(self) -> None:
@@ -211,7 +211,7 @@ class Run:
         """
         if not self._can_save:
             raise ValueError("run.save() needs checkpoint, the folder to write to")
-        self.wishes.own[1] = 1.0
+        self.requests.own[1] = 1.0
 
     def log(self, **values: Any) -> None:
         """Add numbers or texts to the figures that the callbacks after this one write.
@@ -290,10 +290,10 @@ class Run:
         for text in all_texts(self.backend, own):
             rank, reason = json.loads(text)
             ranks.setdefault(reason, []).append(rank)
-        told = "; ".join(
+        reasons = "; ".join(
             reason if len(of) == self.world_size else f"{who(of)}, {reason}"
             for reason, of in ranks.items()
         )
         total = "" if self.total_steps is None else f" of {self.total_steps}"
         if self.rank == 0:
-            _log.info("stopped after step %d%s%s", step, total, f": {told}" * bool(told))
+            _log.info("stopped after step %d%s%s", step, total, f": {reasons}" * bool(reasons))

@@ -17,7 +17,7 @@ from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 _NAMED_RUNS = 4  # runs of samples that a message lists
 
 
-class Batch(NamedTuple):
+class RankBatch(NamedTuple):
     """A rank's samples of a global batch.
 
     Attributes
@@ -86,10 +86,10 @@ class Batches:
         as_index("rank", rank, as_count("world_size", world_size))
         self._datasets = {f"x_{part}": x, f"y_{part}": y}
         self._sampler = sampler
-        self._place = rank, world_size
+        self._rank_and_size = rank, world_size
         self._steps = steps
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: Future[list[Batch]] | None = None
+        self._ahead: Future[list[RankBatch]] | None = None
         # Indexing arrays in memory is faster than passing samples between threads.
         if as_flag("ahead", ahead) and not all(_is_in_memory(dataset) for dataset in (x, y)):
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
@@ -103,12 +103,12 @@ class Batches:
             self._thread.shutdown(cancel_futures=True)
             self._ahead = None
 
-    def settle(self) -> None:
+    def await_read(self) -> None:
         """Wait until the thread reads nothing: some files let one thread at a time read."""
         if self._ahead is not None:
             self._ahead.exception()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         if self._thread is None:
             for step in self._steps:
                 yield from self._read(range(step, step + 1))
@@ -134,9 +134,11 @@ class Batches:
             yield range(step, stop)
             step = stop
 
-    def _read(self, steps: range) -> list[Batch]:
+    def _read(self, steps: range) -> list[RankBatch]:
         per_epoch = self._sampler.batches_per_epoch
-        parts = [self._sampler.local(*divmod(step, per_epoch), *self._place) for step in steps]
+        parts = [
+            self._sampler.local(*divmod(step, per_epoch), *self._rank_and_size) for step in steps
+        ]
         wanted = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
         found: list[list[Any]] = []
         for name, dataset in self._datasets.items():
@@ -145,7 +147,7 @@ class Batches:
             except Exception as error:
                 last = f" to {steps.stop}" if len(steps) > 1 else ""
                 error.add_note(
-                    f"while reading {described(wanted)} of {name} ({place_of(dataset)}) for step "
+                    f"while reading {described(wanted)} of {name} ({origin_of(dataset)}) for step "
                     f"{steps.start + 1}{last}"
                 )
                 raise
@@ -155,7 +157,7 @@ class Batches:
             ends = np.cumsum([0, *(len(part) for part, _ in parts)]).tolist()
             found.append([samples[start:stop] for start, stop in itertools.pairwise(ends)])
         return [
-            Batch(x, y, start, indices)
+            RankBatch(x, y, start, indices)
             for x, y, (indices, start) in zip(*found, parts, strict=True)
         ]
 
@@ -171,7 +173,7 @@ def _is_in_memory(dataset: Any) -> bool:
     return namespace_of(dataset) is not None or is_sparse(dataset)
 
 
-def place_of(dataset: Any) -> str:
+def origin_of(dataset: Any) -> str:
     """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything

@@ -56,7 +56,7 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     whole = length - length % (batch_size * window)
     # Each batch of a window takes one sample from every group, so that all batches mix all blocks.
     groups = laid[:whole].reshape(-1, batch_size, window)
-    dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
+    mixed = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
     if whole < length:
         # Only the first `last` groups of a last window have a sample for its last batch.
         full, last = divmod(length - whole - 1, batch_size)
@@ -64,9 +64,9 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
         cut = whole + last * (full + 1)
         longer = generator.permuted(laid[whole:cut].reshape(last, full + 1), axis=1)
         shorter = generator.permuted(laid[cut:].reshape(batch_size - last, full), axis=1)
-        dealt.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
-        dealt.append(longer[:, full])
-    order: Indices = np.concatenate(dealt)
+        mixed.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
+        mixed.append(longer[:, full])
+    order: Indices = np.concatenate(mixed)
     order.flags.writeable = False
     return order
 
@@ -98,7 +98,7 @@ def _check_block(block_size: int | None) -> None:
         as_count("shuffle_block_size", block_size)
 
 
-def _check_place(epoch: int, index: int, batches: int) -> None:
+def _check_index(epoch: int, index: int, batches: int) -> None:
     as_count("epoch", epoch, least=0)
     if not 0 <= as_integer("index", index) < batches:
         raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
@@ -216,7 +216,7 @@ class GlobalBatchSampler:
         IndexError
             If ``index`` is outside the epoch.
         """
-        _check_place(epoch, index, self.batches_per_epoch)
+        _check_index(epoch, index, self.batches_per_epoch)
         start = index * self.batch_size
         name = f"{int(self.seed)}/sample order/{int(epoch)}"
         order = _order(self, self.length, name, self.batch_size)
@@ -373,7 +373,7 @@ class LocalBatchSampler:
         if world_size != len(self.lengths):
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
         as_index("rank", rank, world_size)
-        _check_place(epoch, index, self.batches_per_epoch)
+        _check_index(epoch, index, self.batches_per_epoch)
         share = self._shares[rank]
         # The samples follow those of the ranks before, some of which may have none left.
         brought_before = [

@@ -24,7 +24,7 @@ from mpishard.observe import span
 from mpishard.optimizers import (
     Constant,
     Optimizer,
-    PieceArrays,
+    PieceViews,
     Segment,
     UpdateContext,
     count_missed,
@@ -212,12 +212,12 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         count_missed(unused, group["numbers"])
         group["steps"] += 1
 
-    def _range(self, part: OwnedParameter) -> PieceArrays:
+    def _range(self, part: OwnedParameter) -> PieceViews:
         state = self.state[part.tensor]
         for name in self.rule.needed_state():
             if name not in state:
                 state[name] = torch.zeros_like(part.tensor)
-        return PieceArrays(
+        return PieceViews(
             _flat(part.tensor),
             _flat(part.tensor.grad),
             {name: _flat(vector) for name, vector in state.items()},

@@ -12,7 +12,7 @@ from mpishard.base import Array
 from mpishard.callbacks import names_of
 from mpishard.communication import differences, same_outcome
 from mpishard.contracts import ILossFunction
-from mpishard.data import count_samples, place_of, take
+from mpishard.data import count_samples, origin_of, take
 from mpishard.models import Program, ShardedModelBase, program_of
 from mpishard.optimizers import ShardedOptimizerBase
 from mpishard.sharding import ShardingConfiguration, refuse_with_leaves, shared_choices
@@ -108,7 +108,7 @@ def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.in
         taken = take(samples, indices)
     except Exception as error:
         error.add_note(
-            f"{name} ({place_of(samples)}) was indexed by an array of integers, {indices!r}, and "
+            f"{name} ({origin_of(samples)}) was indexed by an array of integers, {indices!r}, and "
             "must return an array of as many samples; a data set that takes one number can be "
             "stacked: numpy.stack([samples[i] for i in indices])"
         )
@@ -116,7 +116,8 @@ def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.in
     if getattr(taken, "ndim", 1) == 0 or len(taken) != len(indices):
         raise ValueError(
             f"{name} gave an array of shape {taken.shape} for the index array {indices}; the "
-            f"first dim must be the samples. {place_of(samples)} is indexed by an array of integers"
+            "first dim must be the samples. "
+            f"{origin_of(samples)} is indexed by an array of integers"
         )
     return taken
 

@@ -73,7 +73,7 @@ def evaluate(
         The data set's part, for messages of reads that fail.
     """
     engine, backend = model.engine, model.backend
-    speaks = engine.replica.speaks  # of the ranks that compute the same samples one counts them
+    counts = engine.replica.speaks  # of the ranks that compute the same samples one counts them
     # An empty batch has the shape of a target, and no target is read for it.
     needs_shape = engine.loss is not None and y is not None
     nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
@@ -99,9 +99,9 @@ def evaluate(
                 prediction, *sums_of_loss = measured(
                     engine, inputs, targets, predicts=keep_predictions
                 )
-                if speaks:
+                if counts:
                     sums[number] += sums_of_loss
-                if prediction is not None and statistics is not None and speaks:
+                if prediction is not None and statistics is not None and counts:
                     statistics.add(to_host(prediction), map_arrays(to_host, targets))
                 if prediction is not None and keep_predictions:
                     outputs.append(to_host(prediction))

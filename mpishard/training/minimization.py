@@ -1,7 +1,7 @@
 """`minimize`: L-BFGS on a function whose samples the ranks share.
 
 The function is wrapped as a black box, `Objective`. The rule `LBFGS` runs on it through the sharded
-optimizers, and `_Run` decides when to stop.
+optimizers, and `_Minimization` decides when to stop.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def minimize(
     config = ShardingConfiguration(backend, gradient_leaves=leaves)
     check_leaves(config, backend.world_size)
     # The optimizer takes batches: here each consists of all of this rank's samples.
-    samples = Samples.of(args, backend, leaves, local_data=local_data)
+    samples = LeafSamples.of(args, backend, leaves, local_data=local_data)
     choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
@@ -185,12 +185,12 @@ def minimize(
         getattr(given, "__name__", type(given).__name__) for given in (fun, jac) if callable(given)
     ]
     objective = Objective(function, theta, " or ".join(named))
-    run = _Run(config, rule, limits, objective, callback)
+    run = _Minimization(config, rule, limits, objective, callback)
     return run.go(samples, saving, box)
 
 
 @dataclass
-class _Run:
+class _Minimization:
     """One minimization: its model, its optimizer, and the reasons to stop."""
 
     config: ShardingConfiguration
@@ -205,7 +205,7 @@ class _Run:
 
     def go(
         self,
-        samples: Samples,
+        samples: LeafSamples,
         saving: OptimizationInputData,
         box: tuple[Array, Array] | None,
     ) -> OptimizeResult:
@@ -251,7 +251,7 @@ class _Run:
         # A last step that found no lower value is not an iteration.
         return self._result(status, message, self.optimizer.steps - ("stuck" in self.numbers))
 
-    def _iterate(self, samples: Samples) -> float:
+    def _iterate(self, samples: LeafSamples) -> float:
         """Make one iteration, and return the loss before it. Collective.
 
         Raises
@@ -426,7 +426,7 @@ def _checked_functions(fun: Any, jac: Any, callback: Any) -> Callable[..., tuple
     return both
 
 
-class Samples:
+class LeafSamples:
     """The part of the data that one rank evaluates, in leaves; one without ``gradient_leaves``.
 
     Parameters
@@ -442,12 +442,12 @@ class Samples:
     def __len__(self) -> int:
         return sum(count for _, count in self.leaves)
 
-    def __getitem__(self, part: slice) -> Samples:
+    def __getitem__(self, part: slice) -> LeafSamples:
         """Return the leaf whose samples are ``part``, without a copy."""
         ends = accumulate(count for _, count in self.leaves)
         for (arrays, count), end in zip(self.leaves, ends, strict=True):
             if (end - count, end) == (part.start, part.stop):
-                return Samples([(arrays, count)])
+                return LeafSamples([(arrays, count)])
         raise ValueError(f"no leaf is {part}")
 
     @classmethod
@@ -458,7 +458,7 @@ class Samples:
         leaves: int | None,
         *,
         local_data: bool,
-    ) -> Samples:
+    ) -> LeafSamples:
         """Return this rank's samples: its part of data that all ranks have, or its own data."""
         if local_data:
             return cls([(tuple(args), len(args[0]))])
@@ -502,7 +502,7 @@ class Objective:
         # The engine passes a copy that it does not change.
         self._theta = parameters
 
-    def compute_loss_and_gradients(self, x: Samples, y: None) -> tuple[float, Array]:
+    def compute_loss_and_gradients(self, x: LeafSamples, y: None) -> tuple[float, Array]:
         """Return the mean loss of the samples, of one leaf, and its gradient, shape (n,)."""
         ((arrays, _),) = x.leaves
         found: Any = self._function(self._theta, *arrays)

@@ -240,7 +240,7 @@ def test_a_caller_who_leaves_early_ends_the_thread():
     x = Recorded(X)
     with Batches(x, None, GlobalBatchSampler(SAMPLES, BATCH), 0, 1, steps=range(9)) as batches:
         batch = next(iter(batches))
-        batches.settle()
+        batches.await_read()
         assert batch.y is None
         assert batch.x.tobytes() == X[batch.indices].tobytes()
     assert x.read.sum() == 2 * BATCH

@@ -19,13 +19,13 @@ from mpishard.optimizers import (
     Constant,
     Cosine,
     Lion,
-    PieceArrays,
+    PieceViews,
     RMSprop,
     Segment,
     UpdateContext,
     WarmUp,
 )
-from mpishard.optimizers.rules.ranges import count_missed
+from mpishard.optimizers.rules.pieces import count_missed
 
 STEPS = 20
 LENGTH = 100_000  # several chunks
@@ -43,7 +43,7 @@ class Returning(SGD):
 
 
 def test_a_rule_that_returns_parameters_instead_of_changing_them_is_refused():
-    owned = PieceArrays(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
+    owned = PieceViews(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
     with pytest.raises(TypeError, match=r"Returning\.update must change the parameters in place"):
         Returning(0.1).update_all([owned], UpdateContext(1, 0.1, 1.0))
 
@@ -54,7 +54,7 @@ def test_a_rule_that_changes_its_parameters_may_return_them():
             parameters -= context.learning_rate * gradients
             return parameters
 
-    owned = PieceArrays(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
+    owned = PieceViews(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
     Changing(0.5).update_all([owned], UpdateContext(1, 0.5, 1.0))
     assert owned.parameters.tolist() == [0.5] * 3
 
@@ -76,7 +76,7 @@ def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-
                 if a < stop and start < b
             ]
             own_state = {k: v[mine] for k, v in state.items()}
-            ranges.append(PieceArrays(p[mine], g[mine], own_state, segments))
+            ranges.append(PieceViews(p[mine], g[mine], own_state, segments))
         rule.update_all(ranges, UpdateContext(step + 1, rule.learning_rate(step), 1 / 8))
     return p
 
@@ -246,7 +246,7 @@ def test_lamb_adds_the_norms_of_all_owners_up_in_one_vector():
                 if a < stop and start < b
             ]
             context = UpdateContext(step + 1, 1e-3, 1.0, sum_over_owners, names)
-            rule.update_all([PieceArrays(into[mine], g[mine], state, segments)], context)
+            rule.update_all([PieceViews(into[mine], g[mine], state, segments)], context)
             return mine, state
 
         for start, stop in pairwise(halves):
@@ -293,7 +293,7 @@ def test_a_left_out_parameter_counts_its_own_updates_and_schedules_count_all(kin
     expected, of_b = p.copy(), {name: np.zeros(15) for name in rule.needed_state()}
     segments, numbers = (Segment("a", 0, 20), Segment("b", 20, 35), Segment("c", 35, 40)), {}
     for step, unused in enumerate([set(), {"b"}, {"b", "c"}, set()]):
-        whole = PieceArrays(p, g, state, segments)
+        whole = PieceViews(p, g, state, segments)
         context = UpdateContext(step + 1, rule.rate_of_step(step), 1.0, numbers=numbers)
         rule.update_all(list(whole.without(unused, numbers)), context)
         count_missed(unused, numbers)

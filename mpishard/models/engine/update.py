@@ -20,7 +20,7 @@ from mpishard.base import (
     chunk_length,
     read_numbers,
 )
-from mpishard.callbacks import Wishes
+from mpishard.callbacks import Requests
 from mpishard.communication import differences
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
@@ -149,8 +149,8 @@ class Round:
         Parameters to which a pass of this rank gave a gradient: see `Program.used`.
     unused : frozenset of str
         Those of `Program.optional` that no rank had used at the last `totals`.
-    wishes : Wishes or None
-        Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
+    requests : Requests or None
+        Requests of callbacks, which travel with the totals; None on all ranks if there are none.
     """
 
     def __init__(self, config: ShardingConfiguration, program: Program, subject: int) -> None:
@@ -163,7 +163,7 @@ class Round:
         self.parts: list[tuple[float | Array, float | Array]] = []
         self.used: set[str] = set()
         self.unused = frozenset[str]()
-        self.wishes: Wishes | None = None
+        self.requests: Requests | None = None
         self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
         self._axis = program.replica.dealt
@@ -259,16 +259,16 @@ class Round:
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
         # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
         own = np.array([len(self.parts) + 0.5 * self.accumulates, mark])
-        wished = () if self.wishes is None else self.wishes.own
+        requested = () if self.requests is None else self.requests.own
         optional = self._program.optional
         used = [name in self.used for name in optional]
-        message = np.array([*own, *(own * own), *wished, *used, *message])
+        message = np.array([*own, *(own * own), *requested, *used, *message])
         sums = backend.all_reduce(message, subject=self._subject)
-        if self.wishes is not None:
-            self.wishes.exchanged(sums[4:6])
+        if self.requests is not None:
+            self.requests.exchanged(sums[4:6])
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
-        counts, rest = np.split(sums[4 + len(wished) :], [len(used)])
+        counts, rest = np.split(sums[4 + len(requested) :], [len(used)])
         self.unused = frozenset(name for name, n in zip(optional, counts, strict=True) if not n)
         total, weight, squared = (float(v) for v in fold(rest))
         if not same[0]:

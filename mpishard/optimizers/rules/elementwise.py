@@ -17,7 +17,7 @@ import numpy as np
 
 from mpishard.base import Array, as_flag, as_positive
 from mpishard.optimizers.rules.compiled import Body, elements
-from mpishard.optimizers.rules.ranges import UpdateContext
+from mpishard.optimizers.rules.pieces import UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 

@@ -34,7 +34,7 @@ from mpishard.optimizers.rules.options import (
     OptimizationAlgorithmOptions,
     named_parameters,
 )
-from mpishard.optimizers.rules.ranges import PieceArrays, Segment, UpdateContext
+from mpishard.optimizers.rules.pieces import PieceViews, Segment, UpdateContext
 from mpishard.sharding import ParameterEntry
 
 if TYPE_CHECKING:
@@ -209,12 +209,12 @@ class PlainTraining:
                 f"these bytes have the settings {', '.join(settings)}; {type(rule).__name__} has "
                 + ", ".join(rule.get_options())
             )
-        held = dict(vars(rule))  # a refused setting must leave all others as they were
+        before = dict(vars(rule))  # a refused setting must leave all others as they were
         try:
             for name, value in settings.items():
                 setattr(rule, name, value)
         except (TypeError, ValueError):
-            vars(rule).update(held)
+            vars(rule).update(before)
             raise
         self.reset()
         self._state, self._segments, self.steps = state, segments, steps
@@ -257,11 +257,11 @@ class PlainTraining:
         updated = xp.array(parameters, copy=True, order="C")
         vector, own = updated.reshape(-1), xp.ascontiguousarray(gradients).reshape(-1)
         self.rule.checked_rate(self.steps)
-        state = {name: xp.asarray(held) for name, held in self._state.items()}
+        state = {name: xp.asarray(kept) for name, kept in self._state.items()}
         if not self._segments:
             state = {name: xp.zeros_like(vector) for name in self.rule.needed_state()}
         elif segments != self._segments or any(
-            (held.shape, held.dtype) != (vector.shape, vector.dtype) for held in state.values()
+            (kept.shape, kept.dtype) != (vector.shape, vector.dtype) for kept in state.values()
         ):
             raise ValueError(
                 f"{type(self.rule).__name__} holds the state of other parameters than these "
@@ -269,7 +269,7 @@ class PlainTraining:
                 "forget the state"
             )
         # `reverse_update` starts from the state before the update, and checks its gradient.
-        before = {name: held.copy() for name, held in state.items()}
+        before = {name: kept.copy() for name, kept in state.items()}
         self._state, self._segments = state, segments
         self._update_range(vector, own, state, self.steps)
         # A copy, because the caller may change its array, and `reverse_update` compares it.
@@ -286,8 +286,9 @@ class PlainTraining:
         self, vector: Array, gradients: Array, state: dict[str, Array], step: int
     ) -> None:
         """Make update ``step``, from 0, of ``vector`` and ``state`` in place."""
-        ranges = [
-            PieceArrays(
+        # Frozen parameters are left out, so that the vector falls into several ranges.
+        pieces = [
+            PieceViews(
                 vector[run.start : run.stop],
                 gradients[run.start : run.stop],
                 {name: whole[run.start : run.stop] for name, whole in state.items()},
@@ -295,11 +296,11 @@ class PlainTraining:
             )
             for run, segments in _runs(self._segments)
         ]
-        squares = squared_norm([owned.gradients for owned in ranges])
+        squares = squared_norm([owned.gradients for owned in pieces])
         norm = math.sqrt(*read_numbers([squares]))
         rate = self.rule.rate_of_step(step)
         context = UpdateContext(step + 1, rate, self.rule.clip_factor(norm))
-        self.rule.update_all(ranges, context)
+        self.rule.update_all(pieces, context)
 
 
 def _end_to_end(arrays: Sequence[Array]) -> Array:

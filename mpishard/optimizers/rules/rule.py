@@ -17,11 +17,11 @@ from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
     OptimizationAlgorithmOptions,
-    OptionSegment,
     ParameterOptions,
+    SegmentOptions,
 )
+from mpishard.optimizers.rules.pieces import PieceViews, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.plain import PlainTraining
-from mpishard.optimizers.rules.ranges import PieceArrays, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def fraction(name: str, value: float) -> float:
 class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     """An update rule: a dataclass of its settings, and one body that updates elements.
 
-    A rule updates one owned range at a time: 1-D views of parameters, gradients and state, of any
+    A rule updates one owned piece at a time: 1-D views of parameters, gradients and state, of any
     length and cut anywhere. NumPy runs its `body` on chunks that fit the cache; numba, if it is
     installed, compiles the same function into one loop that gives the same bits, and so does the
     kernel that it becomes on a GPU. State belongs to the caller. Settings may be set between steps
@@ -143,8 +143,8 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         # Settings may change between two steps, so that each assignment is checked.
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
-        if name in ("weight_decay", "parameter_options"):  # the cached ranges contain these
-            self._spans: dict[tuple[Segment, ...], list[OptionSegment]] = {}
+        if name in ("weight_decay", "parameter_options"):  # the cached options contain these
+            self._known_options: dict[tuple[Segment, ...], list[SegmentOptions]] = {}
         if name in ("learning_rate", "parameter_options"):
             self._schedules: dict[str, Schedule] = {}  # name in errors -> schedule
 
@@ -191,12 +191,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Return the names of the state vectors that these settings need."""
         return self.state_names
 
-    def update_all(self, ranges: Sequence[PieceArrays], context: UpdateContext) -> None:
-        """Update all ranges of this rank, in place. Every rank calls it, also with no ranges.
+    def update_all(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
+        """Update all pieces of this rank, in place. Every rank calls it, also without pieces.
 
         A rule that needs norms of whole parameters overrides this.
         """
-        for owned in joined(ranges):
+        for owned in joined(pieces):
             returned: Any = self.update(  # type: ignore[func-returns-value]
                 owned.parameters,
                 owned.gradients,
@@ -218,16 +218,16 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         segments: Sequence[Segment],
         context: UpdateContext,
     ) -> None:
-        """Update one owned range in place.
+        """Update one owned piece in place.
 
         Parameters
         ----------
         parameters, gradients : Array
             1-D, equally long.
         state : mapping of str to Array
-            The rule's state of the same range, one vector per name.
+            The rule's state of the same piece, one vector per name.
         segments : sequence of Segment
-            The parameters that the range cuts through.
+            The parameters that the piece cuts through.
         context : UpdateContext
             Step, rate and scale.
         """
@@ -239,11 +239,11 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         if self.clip_value is not None:  # then `run` scales the gradient before it clips it
             clip = context.gradient_scale, self.clip_value
             context = replace(context, gradient_scale=1.0)
-        # Schedules count all updates, and bias corrections those of the range.
+        # Schedules count all updates, and bias corrections those of the piece.
         own = replace(context, step=context.step - context.missed) if context.missed else context
-        for span in self._option_ranges(segments):
-            body = self.body(self._rate_in(span, context), span.weight_decay, own)
-            run(body, [None if a is None else a[span.start : span.stop] for a in whole], clip)
+        for options in self._options_of(segments):
+            body = self.body(self._rate_in(options, context), options.weight_decay, own)
+            run(body, [None if a is None else a[options.start : options.stop] for a in whole], clip)
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         """Return the update of elements with these numbers; see `Body`.
@@ -277,12 +277,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             found.append(rate)
         return found[0]
 
-    def _rate_in(self, span: OptionSegment, context: UpdateContext) -> float:
-        """Return the rate of a range, whose options may differ from the other parameters'."""
+    def _rate_in(self, options: SegmentOptions, context: UpdateContext) -> float:
+        """Return the rate of some segments, whose options may differ from the other parameters'."""
         own = context.learning_rate
-        if span.learning_rate is not None:
-            own = rate_at(span.learning_rate, context.step - 1)
-        return own * span.learning_rate_scale
+        if options.learning_rate is not None:
+            own = rate_at(options.learning_rate, context.step - 1)
+        return own * options.learning_rate_scale
 
     def clip_factor(self, gradient_norm: float) -> float:
         """Return the factor of the gradient that satisfies ``clip_global_norm``."""
@@ -317,14 +317,14 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         found["parameter_options"] = self.checked_options.description
         return found
 
-    def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionSegment]:
+    def _options_of(self, segments: Sequence[Segment]) -> list[SegmentOptions]:
         # Cached, because matching names with patterns takes longer than a small update.
         key = tuple(segments)
-        if key not in self._spans:
-            self._spans[key] = self.checked_options.ranges(
+        if key not in self._known_options:
+            self._known_options[key] = self.checked_options.by_segment(
                 segments, self.weight_decay, merges=self._merges_segments
             )
-        return self._spans[key]
+        return self._known_options[key]
 
     # ------------------------------------------------------------------- training without ranks
 
@@ -539,7 +539,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
 
 class JointRule(Optimizer):
-    """A rule that updates all ranges of a rank together: it overrides `update_all`."""
+    """A rule that updates all pieces of a rank in one call: it overrides `update_all`."""
 
     def update(
         self,
@@ -549,4 +549,4 @@ class JointRule(Optimizer):
         segments: Sequence[Segment],
         context: UpdateContext,
     ) -> None:
-        self.update_all([PieceArrays(parameters, gradients, state, segments)], context)
+        self.update_all([PieceViews(parameters, gradients, state, segments)], context)

@@ -597,8 +597,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         A plain model is wrapped in this optimizer's strategy: ``result.model`` is the wrapper, and
         holds the parameters. If the same plain model is passed again, training continues with its
         wrapper. If training is refused before the first update, the plain model gets its parameters
-        back. If only one rank fails, as in a loss of the user's, `model` is the wrapper that holds
-        them.
+        back. If only one rank fails, as in a loss of the user's, they stay in the wrapper, `model`.
 
         Raises
         ------
@@ -671,8 +670,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 model.release()
             elif self._state is not None:
                 error.add_note(
-                    "The plain model's parameters are held by its wrapper, which is the "
-                    "optimizer's `model`: where every rank calls optimizer.model.release(), the "
-                    "plain model has them back"
+                    "The parameters of the plain model are in its wrapper, `optimizer.model`. To "
+                    "get them back, call optimizer.model.release() on every rank"
                 )
             raise

@@ -14,18 +14,22 @@ from mpishard.base import Array, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
-from mpishard.optimizers.rules.ranges import (
-    CommonSegments,
-    PieceArrays,
+from mpishard.optimizers.rules.pieces import (
+    FixedSegments,
+    Numbers,
+    PieceViews,
     UpdateContext,
     count_missed,
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
-from mpishard.sharding import ParameterEntry, Piece, refuse_line_search
+from mpishard.sharding import ParameterEntry, Piece, Region, refuse_line_search
 
 _log = logging.getLogger("mpishard")
+
+Metadata = Mapping[str, Any]
+"""The metadata of a state in a checkpoint: an object of JSON, in `STATE_FORM`."""
 
 
 class ModelState(CheckpointState):
@@ -49,7 +53,7 @@ class ModelState(CheckpointState):
         First part of the kinds of its arrays in a checkpoint, which names the rule.
     pieces : tuple of Piece
         The pieces that this rank updates.
-    parts : list of (tuple of Segment, dict of str to Array)
+    views : list of (tuple of Segment, dict of str to Array)
         For each piece the parameters that it cuts through, and its views of the vectors.
     vectors : mapping of str to Array
         This rank's state by name.
@@ -73,7 +77,7 @@ class ModelState(CheckpointState):
         self.frozen = frozen
         self.kind = f"optimizer/{type(rule).__name__}"
         self.steps = 0
-        self.numbers: dict[str, Any] = {}
+        self.numbers: Numbers = {}
         self.last_gradient: tuple[float, tuple[int, int]] | None = None
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
@@ -94,20 +98,20 @@ class ModelState(CheckpointState):
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }
         if model.gradient_leaves is not None:
-            # Norms of parameters are summed by segments, so that their bits do not depend on the
-            # ranks that own the parts.
-            common = CommonSegments(model.parameter_entries, model.units, model.gradient_leaves)
+            # Norms of parameters are summed by segments that every world has, so that their bits
+            # do not depend on the pieces that the ranks own.
+            fixed = FixedSegments(model.parameter_entries, model.units, model.gradient_leaves)
             segments = tuple(
-                common.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
+                fixed.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
             )
             self._owners = {
-                "sum_over_owners": lambda rows: common.totals(sum_over_owners(rows)),
-                "parameter_names": common.names,
+                "sum_over_owners": lambda rows: fixed.totals(sum_over_owners(rows)),
+                "parameter_names": fixed.names,
             }
         self.vectors: Mapping[str, Array] = {
             name: engine.zeros_for_state(pieces) for name in rule.needed_state()
         }
-        self.parts = [
+        self.views = [
             (found, {name: vector[piece.in_shard] for name, vector in self.vectors.items()})
             for found, piece in zip(segments, pieces, strict=True)
         ]
@@ -152,7 +156,7 @@ class ModelState(CheckpointState):
     def settle(self) -> None:
         """Make all replicas equal: they are, unless a subclass lets them differ. Collective."""
 
-    def settings(self, update: int | None = None) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> dict[str, object]:
         """Return the settings that may change between steps, which the ranks compare.
 
         ``update`` is the number, from 0, of the update with these settings, by default the next.
@@ -188,19 +192,19 @@ class ModelState(CheckpointState):
 
     def run(
         self,
-        function: Callable[[Sequence[PieceArrays], UpdateContext], None],
+        function: Callable[[Sequence[PieceViews], UpdateContext], None],
         updates: list[Update],
         report: StepReport,
     ) -> None:
         """Run a function of the rule on the parameters that this rank updates."""
         assert report.gradient_norm is not None
         rule = self.rule
-        ranges = [
-            PieceArrays(update.parameters, update.gradients, views, segments)
-            for update, (segments, views) in zip(updates, self.parts, strict=True)
+        pieces = [
+            PieceViews(update.parameters, update.gradients, views, segments)
+            for update, (segments, views) in zip(updates, self.views, strict=True)
         ]
         if not rule.updates_unused:
-            ranges = [p for r in ranges for p in r.without(report.unused, self.numbers)]
+            pieces = [p for all_of in pieces for p in all_of.without(report.unused, self.numbers)]
         context = UpdateContext(
             step=self.steps + 1,
             # A schedule is asked for the number of updates so far, which counts from 0.
@@ -212,13 +216,14 @@ class ModelState(CheckpointState):
             numbers=self.numbers,
             **self._owners,
         )
-        function(ranges, context)
+        function(pieces, context)
 
     def mean_gradient(self) -> Array | None:
         """Return the rank's part of the last step's mean gradient; None if it is gone."""
         engine = self.model.engine
-        weight, held = self.last_gradient or (0.0, None)
-        if held != engine.held_gradient:
+        weight, gradient = self.last_gradient or (0.0, None)
+        # Numbers of the gradient: the store may have been written, or summed again, since.
+        if gradient != engine.held_gradient:
             return None
         gradients = engine.gradients.owned(engine.pieces.owned)
         if not gradients:
@@ -256,11 +261,11 @@ class ModelState(CheckpointState):
         self.expect(saved.arrays)
         wanted = self.arrays_to_read().keys()
         if not (saved.is_of(self.rule) or saved.arrays.keys() == wanted):
-            held, needed = (
+            found, needed = (
                 sorted(kind.rpartition("/")[2] for kind in kinds)
                 for kinds in (saved.arrays, wanted)
             )
-            raise ValueError(f"these bytes hold the state {held}, and this optimizer has {needed}")
+            raise ValueError(f"these bytes hold the state {found}, and this optimizer has {needed}")
 
     def take(self, saved: StateBytes) -> None:
         """Take a saved state that fits. Communicates nothing.
@@ -298,7 +303,7 @@ class ModelState(CheckpointState):
 
     def _regions(
         self, pieces: Sequence[Piece], vectors: Mapping[str, Array] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, Sequence[tuple[Region, Array]]]:
         """Return the pieces of the state's vectors, or of others as long, by kind."""
         cut = self.engine.placement.cut
         return {
@@ -306,12 +311,12 @@ class ModelState(CheckpointState):
             for name, vector in (self.vectors if vectors is None else vectors).items()
         }
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return settings, step count and the rule's numbers."""
         numbers = {"numbers": self.numbers} if self.numbers else {}
         return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps, **numbers}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue from the saved step."""
         require_form(metadata, STATE_FORM, "metadata.optimizer")
         settings = metadata["settings"]

@@ -109,11 +109,11 @@ class StateBytes:
         for (name, given), order in zip(pieces.items(), regions, strict=True):
             # A rank without pieces sends an empty array, which needs the dtype too.
             own = [np.empty(0, dtype), *(to_host(values) for _, values in given)]
-            together = backend.all_gather(np.concatenate(own), subject=subject)
+            values = backend.all_gather(np.concatenate(own), subject=subject)
             full = arrays[name] = {entry.name: np.empty(entry.shape, dtype) for entry in entries}
             position = 0
             for region in order:
-                put_region(together[position : position + region.length], region, full[region.name])
+                put_region(values[position : position + region.length], region, full[region.name])
                 position += region.length
         return cls(metadata, arrays)
 
@@ -207,9 +207,9 @@ class StateBytes:
         """
         saved, mine = self.metadata["settings"].get("rule"), type(rule).__name__
         if saved != mine or (alone and not self.is_of(rule)):
-            held = sorted(kind.rpartition("/")[2] for kind in self.arrays)
+            found = sorted(kind.rpartition("/")[2] for kind in self.arrays)
             raise ValueError(
-                f"these bytes hold the state {held} of {saved}, and {mine} needs "
+                f"these bytes hold the state {found} of {saved}, and {mine} needs "
                 f"{sorted(rule.needed_state())}"
                 + "; a wrapper such as LocalSGDOptimizer saves more than its rule's state: to load "
                 "that, call bind(model) first" * (saved == mine)
