@@ -156,10 +156,10 @@ class TorchModel(PlacedVectorModel):
 
     # ------------------------------------------------------------------------- beside parameters
 
-    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        self._placed.deal(world, ranks)
+    def distribute_state(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+        self._placed.distribute(world, ranks)
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def share_changed_state(self, ranks: CommunicationBackend) -> bool:
         """Take the buffers that rank 0's passes have changed. Collective.
 
         Raises
@@ -167,7 +167,7 @@ class TorchModel(PlacedVectorModel):
         ShardingError
             As `Buffers.broadcast`.
         """
-        return self._placed.buffers.settle(ranks)
+        return self._placed.buffers.share_changed_state(ranks)
 
     @property
     def may_use_some(self) -> bool:

@@ -177,7 +177,7 @@ class BackwardPasses:
             )
         if self._gradients.sends_now:
             try:
-                self._gradients.settle()
+                self._gradients.await_reductions()
                 # Ranks that reduced other units, or did not raise, call another collective here,
                 # which is detected. After this barrier no rank reads another's gradients.
                 self._backend.barrier(subject=self._layout.subject)
@@ -205,7 +205,7 @@ class BackwardPasses:
         assert self._arrivals is not None
         self._arrivals.finish()
         self._arrivals = None
-        self._gradients.settle()
+        self._gradients.await_reductions()
         self._has_local = not self.syncs
         self._is_reduced = self.syncs
         if self.syncs:

@@ -157,7 +157,7 @@ class _ModelView:
         return self._regions(self._owner.layout.pieces())
 
     def arrays_to_read(self) -> checkpoint.Pieces:
-        return self._regions(self._owner.parameters.held)
+        return self._regions(self._owner.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Any]) -> checkpoint.Pieces:
         owned = self._owner.parameters.owned(pieces)

@@ -179,13 +179,13 @@ class PlacedModule:
                     "steps, let it require a gradient until then"
                 )
 
-    def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+    def distribute(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's buffers, and seed the generators of ``ranks`` differently. Collective.
 
         The first of ``ranks`` gets the generator of rank 0. Thread-ranks share one generator, which
         does not change.
         """
-        self.buffers.deal(world)
+        self.buffers.distribute(world)
         state = world.broadcast(torch.get_rng_state().numpy(), root=0)
         if not world._rank_is_process:
             return

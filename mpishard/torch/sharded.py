@@ -130,10 +130,10 @@ class ShardedModule(Uncopied):
             slots = self.layout.allocate_slots(ReplicatedGradients.length_for(self.layout), 1)
             self.gradients = ReplicatedGradients(self.layout, slots[0] if slots else None)
         # The values are copied before `_place` makes the parameters views of the stores.
-        ModelVector(self.placement).deal(self.parameters, backend, self.placed.fill)
+        ModelVector(self.placement).distribute(self.parameters, backend, self.placed.fill)
         self.parts: list[OwnedParameter] = []
         self._place()
-        self.placed.deal(backend, backend)
+        self.placed.distribute(backend, backend)
         self.placed.normalise_over(backend)
         self.passes = BackwardPasses(
             self.gradients, self.entries, self.parts, self.placed.buffers, self.gathered

@@ -102,7 +102,7 @@ def test_a_unit_is_a_view_of_what_the_node_holds(backend: Any, problems: Any) ->
     store = model.engine.parameters
     assert isinstance(store, NodeParameters)
     assert isinstance(model.engine.gradients, ShardedGradients)
-    for unit, piece in zip(model.units, store.held, strict=True):
+    for unit, piece in zip(model.units, store.local_pieces, strict=True):
         view, (owned,) = store.unshard(unit), store.owned([piece])
         assert np.shares_memory(view, owned) or piece.length == 0
         assert not view.flags.writeable
@@ -262,7 +262,7 @@ def first_values_of_this_rank(patch: Any) -> None:
 
     def mutant(self: Any, unit: Any, full: Any) -> None:
         original(self, unit, full)
-        (mine,) = self.owned([self.held[unit.index]])
+        (mine,) = self.owned([self.local_pieces[unit.index]])
         mine += 0.01 * self.backend.rank
 
     patch.setattr(NodeParameters, "fill", mutant)

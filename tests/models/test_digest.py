@@ -31,7 +31,9 @@ def data(model, **options):
 def flip(model, name):
     """Flip one bit of this rank's copy of a parameter, of what it holds."""
     parameters = model.engine.parameters
-    for piece, array in zip(parameters.held, parameters.owned(parameters.held), strict=True):
+    for piece, array in zip(
+        parameters.local_pieces, parameters.owned(parameters.local_pieces), strict=True
+    ):
         for region, values in model.engine.placement.cut([(piece.start, array)]):
             if region.name == name:
                 values.view(np.uint8)[3] ^= 16

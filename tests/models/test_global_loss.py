@@ -84,7 +84,7 @@ class Remembering(AutogradModel):
         self.last = x.sum(axis=0)
         return super().forward_pass(x, y, loss)
 
-    def settle(self, ranks: Any) -> bool:
+    def share_changed_state(self, ranks: Any) -> bool:
         self.last = ranks.broadcast(self.last.copy(), root=0)
         return True
 

@@ -429,7 +429,7 @@ def test_refused_as_clearly(problems: Any) -> None:
         with pytest.raises(ValueError, match=r"ranks pass \[7, 6\].*were given \[4, 9\]"):
             optimizer.step(model, x[uneven], y[uneven])
         mine = ms.ShardLayout(13, 2).slice(backend.rank)  # the numbers fit, the places do not
-        with pytest.raises(ValueError, match=r"begin at \[0, 2\].*said to begin at \[0, 7\]"):
+        with pytest.raises(ValueError, match=r"begin at \[0, 2\].*with the first at \[0, 7\]"):
             optimizer.step_report(model, x[mine], y[mine], sample_start=mine.start)
         data = ms.OptimizationInputData(
             model=model, x_train=x, y_train=y, local_data=True, progress=False

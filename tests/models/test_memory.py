@@ -278,7 +278,7 @@ class Recorder:
             self._record(self.store, name)
         self.kept = program.kept
         (chain,) = program.chains
-        held = chain._held
+        held = chain._local
         for index, layer in enumerate(held.layers):
             for unit in held.units_of(index):
                 if unit.first_layer <= index <= unit.last_layer:

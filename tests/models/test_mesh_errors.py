@@ -330,7 +330,7 @@ def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, wher
         if (
             backend.rank == 0
             if where == "forward"
-            else program.replica.speaks and model.data_rank == 0
+            else program.replica.reports_loss and model.data_rank == 0
         ):
             chain = program.chains[-1]
             calls = [0]

@@ -121,7 +121,7 @@ def test_owners_hold_float32_and_ranks_read_the_nearest_bfloat16(
     model = wrapped(backend, strategy)
     full = trained(backend, model)
     store = model.engine.parameters
-    held = np.concatenate(store.owned(store.held))
+    held = np.concatenate(store.owned(store.local_pieces))
     assert held.dtype == np.float32
     for unit in model.engine.program.units:
         seen = store.unshard(unit).copy()

@@ -157,5 +157,5 @@ def nothing(*arguments: Any, **options: Any) -> None:
 
 
 barrier = progress = wait = wait_until_over = nothing
-_finish_oldest = deal_constants = fill = finish = publish = nothing
-reduce = refresh = settle = synchronize = nothing
+_finish_oldest = distribute_constants = fill = finish = publish = nothing
+reduce = refresh = share_changed_state = synchronize = await_reductions = nothing

@@ -48,10 +48,11 @@ FUNCTIONS = {
 # Methods that are one of the engine's own collectives, with the names that what has them goes by;
 # None: any name.
 METHODS: dict[str, set[str] | None] = {
+    "await_reductions": {"gradients", "_inner"},
     "wait": None,
     "wait_until_over": None,
     "_finish_oldest": {"self"},
-    "deal_constants": {"program"},
+    "distribute_constants": {"program"},
     "fence": None,
     "fill": {"parameters", "_inner"},
     "finish": {"gradients", "store", "reduced", "_inner", "reduction", "arrivals"},
@@ -59,7 +60,7 @@ METHODS: dict[str, set[str] | None] = {
     "reduce": {"gradients", "_gradients", "_inner"},
     "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
-    "settle": {"gradients", "_inner", "program"},
+    "share_changed_state": {"program"},
     "sum_over_owners": {"context"},
     "synchronize": {"replicas"},
 }
@@ -194,9 +195,10 @@ GROUPS = {
     "world",
     "replica",
     "model",
-    "together",
     "samples",
-    "dealt",
+    "sample_group",
+    "group",
+    "ranks",
     "pipeline",
     "tensor",
     "data",

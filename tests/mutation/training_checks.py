@@ -234,7 +234,7 @@ class Shifted(AutogradModel):
             parameters,
         )
 
-    def deal_beside(self, world: Any, ranks: Any) -> None:
+    def distribute_state(self, world: Any, ranks: Any) -> None:
         self.shift = world.broadcast(self.shift.copy(), root=0)
 
 
@@ -247,7 +247,7 @@ class Drifting(Shifted):
         super().__init__(seed)
         self.pace = 0.1 + seed
 
-    def settle(self, ranks: Any) -> bool:
+    def share_changed_state(self, ranks: Any) -> bool:
         self.shift = ranks.broadcast(self.shift.copy(), root=0)
         return True
 
@@ -281,7 +281,7 @@ class Partial(Shifted):
         everything = super().backward_pass
         everything(saved, lambda index, g: receive(index, g) if index or self.shift == 2 else None)
 
-    def deal_beside(self, world: Any, ranks: Any) -> None:
+    def distribute_state(self, world: Any, ranks: Any) -> None:
         pass
 
 

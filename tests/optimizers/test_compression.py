@@ -145,8 +145,8 @@ def dealt(model):
                 if low < high:
                     found.append((list(placement.ranges(low, high)), None, low))
         for start_, stop_ in runs:
-            size = replica.together.world_size if replica.is_grouped else 1
-            key = [unit.index] if size == 1 else [unit.index, replica.together.rank]
+            size = replica.group.world_size if replica.is_grouped else 1
+            key = [unit.index] if size == 1 else [unit.index, replica.group.rank]
             key += [start_ - unit.start] if alike else []
             found.append((list(placement.ranges(start_, stop_)), key, start_))
     found.sort(key=lambda part: part[2])
@@ -623,8 +623,8 @@ def test_replicas_without_a_method_send_whole_gradients(backend, layout):
     for step in range(5):
         batch = share(step, model.data_rank, model.data_size)
         report = optimizer.step_report(model, *batch)
-        speaks = model.engine.replica.speaks  # ranks that compute together count once
-        known = exact.step_report(other, *(array[: len(array) * speaks] for array in batch))
+        reports_loss = model.engine.replica.reports_loss  # ranks that compute together count once
+        known = exact.step_report(other, *(array[: len(array) * reports_loss] for array in batch))
         figures = [(each.loss, each.weight, each.gradient_norm) for each in (report, known)]
         np.testing.assert_allclose(*figures, rtol=1e-12)
     found = model.get_parameters()

@@ -85,9 +85,9 @@ class Engine:
         self.loss = program.default_loss
         self.step_number = 0
         self.version = 0
-        self._gradient = 0  # number of the gradient in the store: see `held_gradient`
+        self._gradient = 0  # number of the gradient in the store: see `gradient_identity`
         self.record = TrainingRecord()
-        self.has_said_what_is_not_saved = False  # a black box's first checkpoint warns once
+        self.has_warned_of_unsaved_attributes = False  # a black box's first checkpoint warns once
         self.computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
@@ -95,7 +95,7 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self.config = config
-        # The first ones are kept: `lend` returns to them.
+        # The first ones are kept: `use_passes` returns to them.
         self.passes = self._first_passes = passes
         self.leaves = passes.leaves
         self._state_layout = state_layout
@@ -136,7 +136,7 @@ class Engine:
         """The store of the gradients."""
         return self.passes.store
 
-    def lend(self, passes: Passes | None) -> None:
+    def use_passes(self, passes: Passes | None) -> None:
         """Make gradients by the passes of an optimizer, or with None by the first. Collective."""
         self.passes = passes or self._first_passes
         self.freeze(self.program.frozen)
@@ -334,7 +334,7 @@ class Engine:
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
-        gradients.settle()
+        gradients.await_reductions()
         return total, weight
 
     @property
@@ -386,16 +386,16 @@ class Engine:
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
         if self.replicas.synchronize():
-            self.program.settle(self.world)
+            self.program.share_changed_state(self.world)
             self.changed()
 
     def mark_equal(self) -> None:
         """Restart with replicas that have the same parameters. Collective."""
         self.replicas.mark_equal()
-        self.program.settle(self.world)
+        self.program.share_changed_state(self.world)
 
     @property
-    def held_gradient(self) -> tuple[int, int]:
+    def gradient_identity(self) -> tuple[int, int]:
         """Identity of the gradient in the store, as two counters.
 
         The first grows when the gradient is overwritten, the second when parameters change.

@@ -45,7 +45,7 @@ def local_gradient(
         full = array_namespace(full).zeros(engine.layout.length, full.dtype)
         for piece, values in zip(pieces, sink.local(pieces), strict=True):
             full[piece.start : piece.stop] = values
-    total, weight = replica.tell(*read_numbers([total, weight]))
+    total, weight = replica.share_loss(*read_numbers([total, weight]))
     full = program.vector.assemble(full, layout)
     if weight:
         full /= weight
@@ -65,11 +65,11 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     if engine.computed is None:
         return None
     (full, loss, weight), engine.computed = engine.computed, None
-    dealt, subject = engine.replica.dealt, engine.layout.subject
-    total, total_weight = map(float, dealt.all_reduce(np.array([loss, weight]), subject=subject))
+    ranks, subject = engine.replica.sample_group, engine.layout.subject
+    total, total_weight = map(float, ranks.all_reduce(np.array([loss, weight]), subject=subject))
     # Ranks have means over different numbers of samples: each is weighted by its own.
     full *= weight
-    dealt.all_reduce(full, subject=subject)
+    ranks.all_reduce(full, subject=subject)
     if total_weight:
         full /= total_weight
     return engine.mean(total, total_weight), total_weight, full
@@ -91,7 +91,7 @@ def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
     found = synchronize_gradient(engine)
     assert found is not None
     loss, weight, full = found
-    engine.program.settle(engine.backend)
+    engine.program.share_changed_state(engine.backend)
     if weight == 0:
         raise NoSampleError("no rank has a sample that counts; all weights are 0")
     return loss, full
@@ -123,7 +123,7 @@ def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
     engine.replicas.require_equal("evaluate()")
     _, total, weight = measured(engine, x, y)
     # The loss of ranks that compute one batch together counts once.
-    own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
+    own = (total, weight) if engine.replica.reports_loss else (0.0, 0.0)
     sums = engine.world.all_reduce(np.array(own), subject=engine.layout.subject)
     total, weight = map(float, sums)
     return engine.mean(total, weight), weight

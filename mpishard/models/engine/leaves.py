@@ -128,7 +128,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
         )
 
 
-def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
+def warn_of_other_bits(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
     """Warn of idle ranks, different kernels and several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = _fingerprint(dtype)
@@ -203,9 +203,8 @@ class GradientLeaves:
         self._unit_size = config.minimum_parameter_group_size
         # A rank that computes nothing adds zeros to the slots of another.
         self._slots = slice(axis.rank % computing, self.count, computing)
-        self._norm_index: dict[
-            int, int
-        ] = {}  # start of each trained common piece -> its index in a norm
+        # Start of each trained common piece -> its index in a norm.
+        self._norm_index: dict[int, int] = {}
         self._own: list[int] = []
 
     def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
@@ -233,24 +232,24 @@ class GradientLeaves:
                 f"gradient_leaves cuts batches into slices, and a {type(x).__name__} has none"
             )
         # The ranks exchange their counts: only all of them show whether the batch is cut right.
-        told = -1 if sample_start is None else sample_start
-        counts, said = self._axis.all_gather(np.array([[len(x), told]])).T.tolist()
+        own_start = -1 if sample_start is None else sample_start
+        counts, starts = self._axis.all_gather(np.array([[len(x), own_start]])).T.tolist()
         layout = LeafLayout(sum(counts), self.count, self._axis.world_size)
         leaves = [layout.slices(rank) for rank in range(self._axis.world_size)]
         firsts = [own_leaves[0].start for own_leaves in leaves]
-        is_elsewhere = any(n not in (-1, first) for n, first in zip(said, firsts, strict=True))
+        is_elsewhere = any(n not in (-1, first) for n, first in zip(starts, firsts, strict=True))
         if counts != list(layout.sizes) or is_elsewhere:
             raise ValueError(
                 f"gradient_leaves={self.count}: of a global batch of {sum(counts)} samples the "
                 f"ranks pass {list(layout.sizes)}, those of their leaves, which begin at {firsts}; "
                 f"they were given {counts}"
-                + (f", said to begin at {said}" if is_elsewhere else "")
+                + (f", with the first at {starts}" if is_elsewhere else "")
                 + f". model.batch_indices({sum(counts)}) names the samples of a rank"
             )
-        starts = [leaf.start for leaf in leaves[self._axis.rank]]
+        own_starts = [leaf.start for leaf in leaves[self._axis.rank]]
         return [
             (x[part], None if y is None else y[part], start)
-            for part, start in zip(slices, starts, strict=True)
+            for part, start in zip(slices, own_starts, strict=True)
         ]
 
     def numerics(self) -> dict[str, str]:
@@ -261,7 +260,7 @@ class GradientLeaves:
             **_fingerprint(self._dtype),
         }
 
-    def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
+    def index_pieces(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
         """Cut the trained pieces into common pieces, and record the index of each in a norm.
 
         Parameters
@@ -289,7 +288,7 @@ class GradientLeaves:
         parts : sequence of (float, float)
             Loss sum and weight of each of its leaves.
         gradients : sequence of Array
-            Reduced gradients of the common pieces that `count_in` has returned.
+            Reduced gradients of the common pieces that `index_pieces` has returned.
         """
         squares = np.zeros(len(self._norm_index))
         with np.errstate(over="ignore"):
@@ -344,7 +343,7 @@ class LeafPasses(Passes):
         pieces = super().prepare(engine, layout)
         without_gradient = engine.program.frozen_units
         every = [p for p in layout.pieces_of_all() if p.unit.index not in without_gradient]
-        counted = self.leaves.count_in(engine.program.trained(every), pieces.owned)
+        counted = self.leaves.index_pieces(engine.program.trained(every), pieces.owned)
         return replace(pieces, counted=counted)
 
     def require(self, engine: Engine) -> None:
@@ -413,8 +412,8 @@ class LeafGradients(WrappedGradients):
         """False: the micro-batches of a leaf are added on the rank that computes it."""
         return False
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def await_reductions(self) -> None:
+        self._inner.await_reductions()
         own = self._inner.own_sums()
         total, carry = own, self._done
         # A binary counter of leaves: two sums of equally many leaves become one, as in the tree of

@@ -61,7 +61,7 @@ class Passes:
     """Passes on each rank's samples, whose gradients are summed over all ranks.
 
     A subclass sums otherwise: in leaves, over fewer ranks, or with an exchange between replicas. An
-    optimizer may lend the engine its own (`Engine.lend`).
+    optimizer may give the engine its own (`Engine.use_passes`).
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Passes:
     leaves : GradientLeaves or None
         Leaves of a batch, if its gradient is summed in these.
     user : str or None
-        Class of the optimizer that has lent these passes.
+        Class of the optimizer that made these passes.
     is_late : bool
         Whether the gradients are those of an earlier step.
     are_exact : bool
@@ -138,7 +138,7 @@ class Passes:
         ``loss`` is this rank's in the last pass, for the error if it is not finite.
         """
         # Batch statistics, for example, which each rank's passes have changed.
-        if engine.program.settle(engine.backend):
+        if engine.program.share_changed_state(engine.backend):
             self.model_changed()
         total, weight, squared = self.totals(engine, loss, settings)
         # The weight is a sum over all ranks, so that every rank raises this or none.

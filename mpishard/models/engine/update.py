@@ -166,7 +166,7 @@ class Round:
         self.requests: Requests | None = None
         self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
-        self._axis = program.replica.dealt
+        self._axis = program.replica.sample_group
         self._config = config
 
     def add(self, loss: float | Array, weight: float | Array, used: Collection[str]) -> None:
@@ -289,10 +289,10 @@ class Round:
             if not self._config.allow_nonfinite:
                 # All ranks see the same sums, so that all come here: another collective is safe.
                 losses = backend.all_gather(np.array(read_numbers([own_loss]))).tolist()
-            self.refuse_nonfinite(self._what_is_not_finite(losses), step)
+            self.refuse_nonfinite(self._describe_nonfinite(losses), step)
         return total, weight, squared
 
-    def _what_is_not_finite(self, losses: Sequence[float]) -> str:
+    def _describe_nonfinite(self, losses: Sequence[float]) -> str:
         """Describe the ranks whose loss is not finite; in a replica all but one rank report 0."""
         if not losses:
             return "the loss or the gradient is not finite"
@@ -399,10 +399,10 @@ class UpdatePieces:
         """
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
-        return written_here(mine, program.vector.placement)
+        return pieces_to_write(mine, program.vector.placement)
 
 
-def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
+def divided_pieces(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
     """Return ``rank``'s part of each piece, if ``size`` ranks divide each piece."""
     parts = []
     for piece in pieces:
@@ -412,7 +412,7 @@ def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
     return parts
 
 
-def written_here(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:
+def pieces_to_write(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:
     """Return the parts of ``pieces`` that this rank writes; of copies on a mesh one is written."""
     if placement.is_whole:
         return tuple(pieces)

@@ -33,7 +33,7 @@ def _in_precision(method: _Method) -> _Method:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLayer:
+class LocalLayer:
     """A layer that a rank computes.
 
     Parameters
@@ -55,12 +55,12 @@ class HeldLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLayers:
+class LocalLayers:
     """The layers that a rank computes, and the places of their parameters in its flat vector.
 
     Parameters
     ----------
-    layers : sequence of HeldLayer
+    layers : sequence of LocalLayer
         In the model's order.
     entries : sequence of ParameterEntry
         All parameters, each once, in flat order.
@@ -70,7 +70,7 @@ class HeldLayers:
         Dtype of parameters and gradients.
     """
 
-    layers: Sequence[HeldLayer]
+    layers: Sequence[LocalLayer]
     entries: Sequence[ParameterEntry]
     units: tuple[Unit, ...]
     dtype: np.dtype[Any]
@@ -93,7 +93,7 @@ class HeldLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forgotten:
+class _SegmentInput:
     """Layers that have saved only the input of the first of them in a forward pass."""
 
     layers: range
@@ -149,7 +149,7 @@ class LayerChain:
 
     Parameters
     ----------
-    held : HeldLayers
+    local : LocalLayers
         The rank's layers.
     first, stop : int
         The chain's layers among them, half open.
@@ -163,7 +163,7 @@ class LayerChain:
 
     def __init__(
         self,
-        held: HeldLayers,
+        local: LocalLayers,
         first: int,
         stop: int,
         kept: frozenset[int],
@@ -172,17 +172,19 @@ class LayerChain:
         precision: str | None = None,
     ) -> None:
         self.precision = precision
-        self._held = held
-        self._layers = held.layers
+        self._local = local
+        self._layers = local.layers
         self._range = range(first, stop)
         self._kept = kept
-        self._uses = {i: held.units_of(i) for i in self._range}
-        self._names_in = {u.index: [e.name for e in u.entries_of(held.entries)] for u in held.units}
+        self._uses = {i: local.units_of(i) for i in self._range}
+        self._names_in = {
+            u.index: [e.name for e in u.entries_of(local.entries)] for u in local.units
+        }
         self._groups = self._laid_out(recomputed)
         # Only the units that this chain's layers use: in a pipeline the rank may have other stages,
         # too.
         own = {unit for uses in self._uses.values() for unit in uses}
-        self.units = tuple(unit for unit in held.units if unit in own)
+        self.units = tuple(unit for unit in local.units if unit in own)
         self._forward_plan = self._plan(self._groups)
         self._without_gradient: frozenset[int] = frozenset()
         self._frozen_layers: frozenset[int] = frozenset()
@@ -210,7 +212,7 @@ class LayerChain:
                 entry: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
                 for index in layers
                 for entry in self._layers[index].entries.values()
-                for unit in [unit_at(self._held.units, entry.start)]
+                for unit in [unit_at(self._local.units, entry.start)]
             }
             begun = tuple(unit for unit in units if unit not in seen)
             seen.update(units)
@@ -220,25 +222,37 @@ class LayerChain:
     def _plan(
         self,
         groups: Sequence[_Group],
-        then: Sequence[int] = (),
-        held: Collection[Unit] = (),
-        stay: Collection[Unit] = (),
+        upcoming: Sequence[int] = (),
+        already_unsharded: Collection[Unit] = (),
+        keep_unsharded: Collection[Unit] = (),
     ) -> list[_Visit]:
-        """Plan a forward pass over ``groups``; the layers ``then`` are computed after it.
+        """Plan a forward pass over ``groups``: what each fetches meanwhile, and releases after.
 
-        Units in ``held`` are unsharded before it, and those in ``stay`` after it.
+        Parameters
+        ----------
+        groups : sequence of _Group
+            The groups, in order.
+        upcoming : sequence of int
+            Indices of the layers that are computed after the pass, whose units may be prefetched.
+        already_unsharded : collection of Unit
+            Units that are unsharded before the pass.
+        keep_unsharded : collection of Unit
+            Units that stay unsharded after it.
         """
         plan, later = list[_Visit](), set[Unit]()
         # From the last group to the first: a unit is released after the last group that uses it.
         for group in reversed(groups):
-            upcoming = [*range(group.layers.stop, groups[-1].layers.stop), *then]
+            later_layers = [*range(group.layers.stop, groups[-1].layers.stop), *upcoming]
             # Nothing is prefetched if a unit of backward holds a buffer already: a third one would
             # be needed.
-            waits = any(u.index not in self._kept for u in held if u not in group.units)
-            following = None if waits else self._following(group, upcoming)
+            waits = any(
+                unit.index not in self._kept and unit not in group.units
+                for unit in already_unsharded
+            )
+            following = None if waits else self._following(group, later_layers)
             # Kept units stay unsharded until backward, which needs them first.
             done = (u for u in group.units if u not in later and u.index not in self._kept)
-            plan.append(_Visit(group, following, tuple(u for u in done if u not in stay)))
+            plan.append(_Visit(group, following, tuple(u for u in done if u not in keep_unsharded)))
             later.update(group.units)
         return plan[::-1]
 
@@ -276,7 +290,7 @@ class LayerChain:
             if segment is not None and segment.start == group.layers.start:
                 # Backward needs no more than the segment's input; the context makes the same
                 # dropout masks again.
-                activations.append(_Forgotten(segment, x, context))
+                activations.append(_SegmentInput(segment, x, context))
             views = self._open(group, parameters, following)
             for index in group.layers:
                 # MPI moves data only while it is called: here for a gather that is under way.
@@ -295,7 +309,7 @@ class LayerChain:
                 parameters.reshard(unit)
         return x
 
-    def let_go(self, parameters: ParameterStore) -> None:
+    def release_kept(self, parameters: ParameterStore) -> None:
         """Reshard the units that a forward pass has kept, if no backward pass follows."""
         for unit in self.units:
             if unit.index in self._kept:
@@ -325,7 +339,7 @@ class LayerChain:
         for group in reversed(self._groups):
             views: dict[int, Any] = {}
             for index in reversed(range(max(first, group.layers.start), group.layers.stop)):
-                if isinstance(activations[-1], _Forgotten):
+                if isinstance(activations[-1], _SegmentInput):
                     self._recompute(activations, parameters, first)
                 saved = activations.pop()
                 if not views:
@@ -385,19 +399,19 @@ class LayerChain:
 
     def _recompute(self, activations: list[Any], parameters: ParameterStore, first: int) -> None:
         """Run the last segment's forward again, and save in its place what its layers save."""
-        forgotten: _Forgotten = activations.pop()
-        layers = forgotten.layers
+        saved: _SegmentInput = activations.pop()
+        layers = saved.layers
         # A segment consists of whole groups, because its range is part of their key.
         groups = [group for group in self._groups if group.segment == layers]
         # Units that later layers use too are unsharded still: backward has not finished with them.
         behind = set[Unit]().union(*(self._uses[i] for i in range(layers.stop, self._range.stop)))
-        held = behind & {unit for group in groups for unit in group.units}
+        unsharded = behind & {unit for group in groups for unit in group.units}
         # Backward begins with the units of the last group that has any.
-        stay = held | next((set(g.units) for g in reversed(groups) if g.units), set())
-        then = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
-        then += self._back_from(layers.start, activations, first)
-        plan = self._plan(groups, then, held, stay)
-        self._forward(plan, parameters, forgotten.x, forgotten.context, activations, again=True)
+        keep = unsharded | next((set(g.units) for g in reversed(groups) if g.units), set())
+        upcoming = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
+        upcoming += self._back_from(layers.start, activations, first)
+        plan = self._plan(groups, upcoming, unsharded, keep)
+        self._forward(plan, parameters, saved.x, saved.context, activations, again=True)
 
     def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:
         """Yield the layers that backward computes after ``index``, in its order.
@@ -406,7 +420,7 @@ class LayerChain:
         `_recompute` plans the layers after it.
         """
         for entry in reversed(activations):
-            if isinstance(entry, _Forgotten):
+            if isinstance(entry, _SegmentInput):
                 if entry.layers.stop > first:
                     yield from entry.layers
                 return
@@ -456,7 +470,7 @@ class LayerChain:
                 for entry in self._layers[index].entries.values():
                     if entry not in arrays:  # in a frozen unit: its gradient is never read
                         xp = gradients.layout.device.namespace
-                        arrays[entry] = xp.zeros(entry.size, self._held.dtype)
+                        arrays[entry] = xp.zeros(entry.size, self._local.dtype)
         return {
             index: GradientTargets(self._layers[index].entries, arrays.__getitem__, unwritten)
             for index in group.layers

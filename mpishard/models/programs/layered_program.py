@@ -12,7 +12,7 @@ from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.data import Samples, map_arrays
-from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
+from mpishard.models.programs.chain import LayerChain, LocalLayer, LocalLayers
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -21,13 +21,13 @@ from mpishard.nn import Context, KeyValueCache, Layer, read_together
 from mpishard.sharding import Placement, ShardingConfiguration, build_units
 
 
-def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
+def whole_layers(model: ILayeredModel, minimum_unit_size: int) -> LocalLayers:
     """Return all layers of a model, for a rank whose own flat vector is the model's."""
     infos = model.get_all_layer_info()
     table = model.parameter_table
-    return HeldLayers(
+    return LocalLayers(
         layers=[
-            HeldLayer(info.name, layer, table.layer_entries(info.name), layer.is_random)
+            LocalLayer(info.name, layer, table.layer_entries(info.name), layer.is_random)
             for info, layer in zip(infos, model.layers, strict=True)
         ],
         entries=table.entries,
@@ -73,17 +73,17 @@ class LayeredProgram(Program):
 
     def _use(self, model: Any) -> None:
         super()._use(model)
-        self._hold()
+        self._lay_out()
 
-    def _hold(self) -> None:
+    def _lay_out(self) -> None:
         """Lay out this rank's part: `units`, `kept`, `entries` and the chains."""
-        held = held_whole(self._model, self._minimum_unit_size)
-        self.units, self.entries = held.units, tuple(held.entries)
+        local = whole_layers(self._model, self._minimum_unit_size)
+        self.units, self.entries = local.units, tuple(local.entries)
         self.vector = ModelVector(Placement.whole(self.entries))
         # Backward begins with the last unit, and a unit that is reused would be gathered again:
         # neither is released after forward.
-        self.kept = held.reused | {held.units[-1].index}
-        self.chains = [LayerChain(held, 0, len(held.layers), self.kept, precision=self._products)]
+        self.kept = local.reused | {local.units[-1].index}
+        self.chains = [LayerChain(local, 0, len(local.layers), self.kept, precision=self._products)]
 
     def freeze(self, names: frozenset[str]) -> None:
         super().freeze(names)
@@ -95,7 +95,7 @@ class LayeredProgram(Program):
         layers = {"number of layers": len(self._model.layers)}
         return layers | super().structure() | settings_of(self._model) | choices
 
-    def deal_constants(self, backend: CommunicationBackend) -> None:
+    def distribute_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
             # Random layers draw by seed and sample, so that one seed makes the same masks at any
             # world size.
@@ -171,7 +171,7 @@ class LayeredProgram(Program):
         (chain,) = self.chains
         context = Context(training=False, cache=cache)
         y, _ = chain.forward(parameters, self.entering(x), context)
-        chain.let_go(parameters)
+        chain.release_kept(parameters)
         return y
 
     def entering(self, values: Array) -> Array:

@@ -54,12 +54,12 @@ class MeshProgram(LayeredProgram):
         self.micro_batch_count = choices.micro_batch_count
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
-        # After these attributes, because it calls `_hold`.
+        # After these attributes, because it calls `_lay_out`.
         super().__init__(model, config)
         # One rank reports the loss of a batch: the last stage computes it, and its tensor ranks all
         # have the same.
         self.replica = MeshReplica(
-            self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
+            self.mesh, reports_loss=self._has_output and self.mesh.tensor_rank == 0
         )
         self.vector = MeshVector(self.vector.placement, self.mesh)
         # The group of ranks that hold each shared parameter.
@@ -86,18 +86,18 @@ class MeshProgram(LayeredProgram):
             )
         return self._executors[micro_batches]
 
-    def _hold(self) -> None:
+    def _lay_out(self) -> None:
         self.layout = layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
-        held = layout.held
-        self.units, self.entries = held.units, tuple(held.entries)
+        local = layout.layers
+        self.units, self.entries = local.units, tuple(local.entries)
         self.vector = ModelVector(layout.placement)
-        self.kept = held.reused
+        self.kept = local.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
             # Backward begins with the last unit, which would otherwise be gathered twice.
             self.kept |= {self.units[-1].index}
         self.chains = [
             LayerChain(
-                held,
+                local,
                 *bounds,
                 self.kept,
                 self._recomputed(virtual, bounds[0]),
@@ -195,7 +195,7 @@ class MeshProgram(LayeredProgram):
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
             gradients.reduce(unit)
         # One rank of a batch reports the loss, so that the sum over all ranks counts it once.
-        return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
+        return (run.total, run.weight) if self.replica.reports_loss else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         run = StageRun(self, parameters, Batch(x, None, None, Context(training=False)))
@@ -211,7 +211,7 @@ class MeshProgram(LayeredProgram):
                 choices = replace(self.choices, sequence_parallel=False)
                 layout = StageLayout(self._model, choices, self._minimum_unit_size)
                 self._chains_by_token = [
-                    LayerChain(layout.held, *bounds, self.kept, precision=self._products)
+                    LayerChain(layout.layers, *bounds, self.kept, precision=self._products)
                     for bounds in layout.ranges
                 ]
             chains = self._chains_by_token
@@ -330,7 +330,7 @@ class StageRun(IPipelineStage):
         y, activations = chain.forward(self._parameters, x, context)
         is_last = self._program.stages_here[virtual_stage] == self._program.stage_count - 1
         if not context.training:
-            chain.let_go(self._parameters)
+            chain.release_kept(self._parameters)
             if is_last:
                 self.outputs.append(y)
             return None if is_last else y

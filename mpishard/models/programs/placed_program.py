@@ -77,13 +77,13 @@ class IPlaceableModel(ABC):
     def with_parameters(self, parameters: Array) -> Self:
         """Return a model of the same structure that holds ``parameters`` without a copy."""
 
-    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+    def distribute_state(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's state other than parameters. Collective.
 
         ``ranks`` are those that draw different random numbers.
         """
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def share_changed_state(self, ranks: CommunicationBackend) -> bool:
         """Take the state besides parameters that passes of rank 0 have changed. Collective.
 
         Returns
@@ -185,12 +185,12 @@ class PlacedProgram(WholeProgram):
     def fill(self, start: int, out: Array) -> None:
         self._model.fill_parameters(start, out)
 
-    def deal_constants(self, backend: CommunicationBackend) -> None:
+    def distribute_constants(self, backend: CommunicationBackend) -> None:
         # Ranks that compute other samples draw other random numbers.
-        self._model.deal_beside(backend, self.replica.dealt)
+        self._model.distribute_state(backend, self.replica.sample_group)
 
-    def settle(self, backend: CommunicationBackend) -> bool:
-        return self._model.settle(backend)
+    def share_changed_state(self, backend: CommunicationBackend) -> bool:
+        return self._model.share_changed_state(backend)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed

@@ -79,14 +79,14 @@ class Replica:
         The ranks that have the same part of the model, if it is divided, and compute other samples.
         Gradients are reduced among them.
     members : sequence of sequence of int
-        World ranks that compute each part of a batch, by rank of ``dealt``.
-    dealt : CommunicationBackend
+        World ranks that compute each part of a batch, by rank of ``sample_group``.
+    sample_group : CommunicationBackend
         The ranks that divide the samples of a batch: ``data``, unless ranks form groups.
     is_grouped : bool
         Whether ranks form groups, each of which trains a replica apart.
-    together, across : CommunicationBackend
+    group, across : CommunicationBackend
         The ranks of this group, and those that hold the same part in each group; by default all.
-    speaks : bool
+    reports_loss : bool
         Whether this rank, of all that compute its batch, adds the loss to sums over ranks.
     is_on_mesh : bool
         Whether ranks may hold different parts of the model, and have other units.
@@ -95,16 +95,16 @@ class Replica:
     is_on_mesh = False
 
     def __init__(self, world: CommunicationBackend) -> None:
-        self.world = self.data = self.dealt = self.together = self.across = world
+        self.world = self.data = self.sample_group = self.group = self.across = world
         self.is_grouped = False
         self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
-        self.speaks = True
+        self.reports_loss = True
 
     def train_apart(self, mesh: ProcessMesh) -> None:
         """Train the replicas of ``mesh`` apart; inside a replica it has a data axis only."""
         self.is_grouped = True
-        self.data, self.dealt = mesh.data, mesh.samples
-        self.together, self.across = mesh.together, mesh.replica
+        self.data, self.sample_group = mesh.data, mesh.samples
+        self.group, self.across = mesh.group, mesh.replica
 
     @property
     def is_writer(self) -> bool:
@@ -115,7 +115,7 @@ class Replica:
         """Return the ranks that together update every parameter once; None if each updates all."""
         return self.data if shards_state else None
 
-    def tell(self, total: float, weight: float) -> tuple[float, float]:
+    def share_loss(self, total: float, weight: float) -> tuple[float, float]:
         """Send the sum and weight of a loss from one rank to all that compute it. Collective."""
         return total, weight
 
@@ -240,10 +240,10 @@ class Program(ABC):
     def fill(self, start: int, out: Array) -> None:
         """Write the range of the model's own values that begins at ``start`` into ``out``."""
 
-    def deal_constants(self, backend: CommunicationBackend) -> None:
+    def distribute_constants(self, backend: CommunicationBackend) -> None:
         """Give every rank the state of rank 0's model other than parameters. Collective."""
 
-    def settle(self, backend: CommunicationBackend) -> bool:
+    def share_changed_state(self, backend: CommunicationBackend) -> bool:
         """Give every rank the state besides parameters that rank 0's passes changed. Collective.
 
         Returns
@@ -337,12 +337,12 @@ class Program(ABC):
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
     ) -> tuple[float, float]:
-        """Run forward and backward; return sum and weight of the loss, 0 unless it speaks."""
+        """Run forward and backward; return sum and weight of the loss, 0 unless it reports_loss."""
         with span("forward"):
             total, weight, saved = self.forward(parameters, batch)
         with span("backward"):
             self.backward(parameters, gradients, saved)
-        return (total, weight) if self.replica.speaks else (0.0, 0.0)
+        return (total, weight) if self.replica.reports_loss else (0.0, 0.0)
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Complete a gradient that is not reduced over ranks with other samples. Collective."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
-from mpishard.models.programs.chain import HeldLayer, HeldLayers
+from mpishard.models.programs.chain import LocalLayer, LocalLayers
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import (
     LocalParameter,
@@ -72,10 +72,10 @@ class StageLayout:
 
     Attributes
     ----------
-    held : HeldLayers
+    layers : LocalLayers
         The rank's layers, stage after stage.
     ranges : tuple of (int, int)
-        Layers in ``held`` of each of its stages, by virtual index, half open.
+        Layers in ``layers`` of each of its stages, by virtual index, half open.
     placement : Placement
         Where the rank's own flat vector lies in the model's.
     shared : mapping of str to tuple of int
@@ -94,7 +94,7 @@ class StageLayout:
         self._minimum_unit_size = minimum_unit_size
         self._position = 0
         self._turns = 0  # number of parameters so far that all tensor ranks of the stage hold
-        self._layers: list[HeldLayer] = []
+        self._layers: list[LocalLayer] = []
         self._entries: dict[str, ParameterEntry] = {}
         self._local_parameters: list[LocalParameter] = []
         self._units: list[Unit] = []
@@ -132,7 +132,7 @@ class StageLayout:
         self.ranges = tuple(ranges[stage] for stage in own)
         self.placement = Placement(self._table.entries, self._local_parameters)
         entries = tuple(self._entries.values())
-        self.held = HeldLayers(self._layers, entries, tuple(self._units), model.dtype)
+        self.layers = LocalLayers(self._layers, entries, tuple(self._units), model.dtype)
         self.shared_units = {
             unit.index: entry.name
             for unit in self._units
@@ -153,7 +153,7 @@ class StageLayout:
                 origin = spec.tied_to or name
                 if origin in self.shared and origin not in self._entries:
                     start = self._position
-                    self._hold(origin, spec, part.boxes.get(name))
+                    self._add_parameter(origin, spec, part.boxes.get(name))
                     unit = Unit(len(self._units), start, self._position, index, index)
                     self._units.append(unit)
         sizes = []
@@ -161,7 +161,7 @@ class StageLayout:
             before = self._position
             for name, spec in specs.items():
                 if spec.tied_to is None and name not in self._entries:
-                    self._hold(name, spec, part.boxes.get(name))
+                    self._add_parameter(name, spec, part.boxes.get(name))
             sizes.append(self._position - before)
         start = self._units[-1].stop if self._units else 0
         for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
@@ -179,10 +179,10 @@ class StageLayout:
                 full.removeprefix(prefix): self._entries[spec.tied_to or full]
                 for full, spec in specs.items()
             }
-            self._layers.append(HeldLayer(name, layer, entries, layer.is_random))
+            self._layers.append(LocalLayer(name, layer, entries, layer.is_random))
         return first, len(self._layers)
 
-    def _hold(self, name: str, spec: Any, boxes: Any) -> None:
+    def _add_parameter(self, name: str, spec: Any, boxes: Any) -> None:
         origin: ParameterEntry = self._table[name]
         entry = ParameterEntry(name, tuple(spec.shape), self._position, origin.trainable)
         self._position = entry.stop

@@ -47,7 +47,7 @@ class GradientStore(ABC):
     """Gradients by unit: `gradient` to add into, `reduce` when a backward pass is done with it.
 
     A *round* is the backward passes that one update uses: one, or several that accumulate. `begin`
-    opens a backward pass, `settle` ends it.
+    opens a backward pass, and `await_reductions` ends it.
 
     Parameters
     ----------
@@ -106,16 +106,16 @@ class GradientStore(ABC):
 
     @abstractmethod
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        """Return the array of `gradient`, and whether nothing was written to it yet.
+        """Return the gradient buffer, and True if this pass is the first to write to it.
 
-        If so, the caller clears it or writes all of it: the next call returns False.
+        The first writer must overwrite the buffer, because it holds old values.
         """
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
         """Reduce ``unit``: this rank adds nothing more to it in this pass."""
 
-    def settle(self) -> None:
+    def await_reductions(self) -> None:
         """Wait for the reductions of this pass."""
         while self.in_flight:
             self._finish_oldest()
@@ -559,8 +559,8 @@ class WrappedGradients(GradientStore):
     def reduce(self, unit: Unit) -> None:
         self._inner.reduce(unit)
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def await_reductions(self) -> None:
+        self._inner.await_reductions()
 
     def abandon(self) -> None:
         self._inner.abandon()

@@ -23,7 +23,7 @@ from mpishard.sharding import Piece, ShardingConfiguration, Unit
 _log = logging.getLogger("mpishard")
 
 
-def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
+def log_ignored_offload(config: ShardingConfiguration, device: Device) -> None:
     """Log on rank 0 that the flags change nothing, for a model that is in host memory anyway."""
     flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
     ignored = ", ".join(flag for flag in flags if getattr(config, flag))
@@ -46,7 +46,7 @@ class OffloadedParameters(ParameterStore):
 
     def __init__(self, inner: ParameterStore, layout: StoreLayout) -> None:
         super().__init__(layout)
-        self.held = inner.held
+        self.local_pieces = inner.local_pieces
         self.once_per_node = inner.once_per_node
         self.in_flight = inner.in_flight
         self._inner = inner

@@ -30,7 +30,9 @@ class ModelVector:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
-    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+    def distribute(
+        self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill
+    ) -> None:
         """Distribute the values of world rank 0. Collective. No rank holds two full units."""
         units, begins = parameters.layout.units, parameters.backend.rank == 0
         # Several groups of ranks may hold all parameters, each in a store of its own.
@@ -112,7 +114,9 @@ class MeshVector(ModelVector):
         layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
         self._layers = [tuple(entries) for _, entries in layers]
 
-    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+    def distribute(
+        self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill
+    ) -> None:
         layout = parameters.layout
         # The first rank of a data group gives the others their pieces, when a unit is filled.
         begins = parameters.backend.rank == 0

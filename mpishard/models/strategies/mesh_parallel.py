@@ -56,8 +56,8 @@ class MeshModel(ShardedModelBase):
 
     policy: Policy = DDPModel.policy
     # Whether metadata describe the axis: a strategy with one axis does not describe the other.
-    _tells_of_pipeline: ClassVar[bool] = True
-    _tells_of_tensor_axis: ClassVar[bool] = True
+    _describes_pipeline: ClassVar[bool] = True
+    _describes_tensor_axis: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -166,9 +166,13 @@ class MeshModel(ShardedModelBase):
         if isinstance(program, WholeProgram):
             if self.mesh.model_size > 1:
                 # Of the ranks that repeat one another's work, the first counts and writes.
-                speaks = self.mesh.model.rank == 0
-                program.replica = MeshReplica(self.mesh, speaks=speaks, predicts_together=False)
-                program.vector = ModelVector(Placement.whole(program.entries, is_counted=speaks))
+                reports_loss = self.mesh.model.rank == 0
+                program.replica = MeshReplica(
+                    self.mesh, reports_loss=reports_loss, predicts_together=False
+                )
+                program.vector = ModelVector(
+                    Placement.whole(program.entries, is_counted=reports_loss)
+                )
             return program
         model: ILayeredModel = self._wrapped_model
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
@@ -192,12 +196,12 @@ class MeshModel(ShardedModelBase):
             can_cut=can_cut,
         )
         # Rank 0 decides, because costs may be times that its clock has measured.
-        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
+        agreed = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         choices = MeshChoices(
             self.mesh,
             self._options.schedule,
             self._options.micro_batch_count,
-            tuple((int(first), int(stop)) for first, stop in dealt),
+            tuple((int(first), int(stop)) for first, stop in agreed),
             self._options.sequence_parallel,
             self._options.checkpoint_config,
         )
@@ -295,7 +299,7 @@ class MeshModel(ShardedModelBase):
                 "ParametersSharded": True,
                 "ParametersReplicated": False,
             }
-        if self._tells_of_pipeline:
+        if self._describes_pipeline:
             strategy, by = self._options.partition_strategy, None
             if isinstance(strategy, IPipelinePartitionStrategy):
                 by = type(strategy).__name__
@@ -312,7 +316,7 @@ class MeshModel(ShardedModelBase):
                 "PartitionStrategy": by,
                 "SupportsDecomposedBackward": self.is_compute_partitioned,
             }
-        if self._tells_of_tensor_axis:
+        if self._describes_tensor_axis:
             style = "ColumnThenRow"
             if self._options.sequence_parallel:
                 style += "+Sequence"
@@ -399,7 +403,7 @@ class PipelineParallelModel(MeshModel):
     """
 
     strategy: ClassVar[str] = "PipelineParallel"
-    _tells_of_tensor_axis: ClassVar[bool] = False
+    _describes_tensor_axis: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -445,7 +449,7 @@ class TensorParallelModel(MeshModel):
     """
 
     strategy: ClassVar[str] = "TensorParallel"
-    _tells_of_pipeline: ClassVar[bool] = False
+    _describes_pipeline: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -40,12 +40,12 @@ from mpishard.models.engine.evaluation import (
     mean_loss,
     synchronize_gradient,
 )
-from mpishard.models.engine.leaves import check_leaves, check_leaves_of, say_what_may_differ
+from mpishard.models.engine.leaves import check_leaves, check_leaves_of, warn_of_other_bits
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.program import Program
-from mpishard.models.stores.offload import say_what_is_ignored
+from mpishard.models.stores.offload import log_ignored_offload
 from mpishard.models.wrapper.files import ModelFiles
-from mpishard.models.wrapper.held import HeldParameters, compare_replicas
+from mpishard.models.wrapper.local_shard import LocalShard, compare_replicas
 from mpishard.models.wrapper.wrapped import (
     agreed_vector,
     feature_member,
@@ -59,8 +59,8 @@ from mpishard.models.wrapper.wrapping import (
     is_owned_by,
     program_of,
     require_same_on_all_ranks,
-    say_what_is_slow,
     take_ownership,
+    warn_of_slow_products,
 )
 from mpishard.nn import LinearModel
 from mpishard.observe import MemoryLedger
@@ -149,7 +149,7 @@ class ShardedModelBase(IShardedModel):
         self._require("strategy")
         self._wrapped_model = wrapped_model
         self._config = config
-        self._said_train = False
+        self._has_logged_train = False
         self.backend.initialize()
         self._check_leaves()
         self._on_before_initialize_sharding()
@@ -189,12 +189,12 @@ class ShardedModelBase(IShardedModel):
         if self._config.replica_size is not None:
             program.replica.train_apart(self._replicas(self._config.replica_size))
         self.engine = self._build_engine(program)
-        say_what_is_ignored(self._config, program.device)
-        say_what_is_slow(self._config, program)
+        log_ignored_offload(self._config, program.device)
+        warn_of_slow_products(self._config, program)
         if self.gradient_leaves is not None:
-            say_what_may_differ(self._config, program.dtype)
-        program.vector.deal(self.engine.parameters, self.backend, program.fill)
-        program.deal_constants(self.backend)
+            warn_of_other_bits(self._config, program.dtype)
+        program.vector.distribute(self.engine.parameters, self.backend, program.fill)
+        program.distribute_constants(self.backend)
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")
         self._is_once_per_node = store.once_per_node and reason is None
@@ -256,12 +256,12 @@ class ShardedModelBase(IShardedModel):
     @property
     def data_rank(self) -> int:
         """Index of the part of a batch that this rank computes, from 0 to `data_size` - 1."""
-        return self.engine.replica.dealt.rank
+        return self.engine.replica.sample_group.rank
 
     @property
     def data_size(self) -> int:
         """Number of ranks, or groups of ranks, that divide the samples of a batch."""
-        return self.engine.replica.dealt.world_size
+        return self.engine.replica.sample_group.world_size
 
     @property
     def gradient_leaves(self) -> int | None:
@@ -338,7 +338,7 @@ class ShardedModelBase(IShardedModel):
             "Strategy": self.strategy,
             "WorldSize": self.world_size,
             "Rank": self.rank,
-            **self._held.properties(),
+            **self._shard.properties(),
             "ParametersOncePerNode": self._is_once_per_node,
         }
         record = self.engine.record
@@ -382,9 +382,9 @@ class ShardedModelBase(IShardedModel):
                 "train with its step(), or call its reset() first"
             )
         rate = self._config.learning_rate
-        if not self._said_train and self.rank == 0:
+        if not self._has_logged_train and self.rank == 0:
             _log.info("train: plain gradient descent with learning rate %g", rate)
-            self._said_train = True
+            self._has_logged_train = True
 
         return self.engine.step(x, y, descent(rate), {"learning_rate": rate}).loss
 
@@ -588,11 +588,11 @@ class ShardedModelBase(IShardedModel):
 
         In mixed precision these are the float32 parameters, which the rank updates.
         """
-        return self._held.values()
+        return self._shard.values()
 
     @property
-    def _held(self) -> HeldParameters:
-        return HeldParameters(self.engine)
+    def _shard(self) -> LocalShard:
+        return LocalShard(self.engine)
 
     # The names by which subclasses of the mirrored hierarchy know a rank's shard.
 
@@ -612,7 +612,7 @@ class ShardedModelBase(IShardedModel):
 
     @_local_shard.setter
     def _local_shard(self, values: Array) -> None:
-        self._held.write(values)
+        self._shard.write(values)
 
     _shard_start_index: int = _as_dealt("_shard_start_index", lambda start, stop: start)
     _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
@@ -642,7 +642,7 @@ class ShardedModelBase(IShardedModel):
         There is one range per unit. On a mesh a slice of a matrix by columns consists of several
         ranges; adjacent ranges are joined.
         """
-        return self._held.ranges()
+        return self._shard.ranges()
 
     @contextlib.contextmanager
     def unsharded(self, root: int | None = None) -> Iterator[Any]:

@@ -93,7 +93,7 @@ class ModelFiles:
     def arrays_to_read(self) -> checkpoint.Pieces:
         """Return all pieces that this rank holds."""
         self.engine.round.require_none("loading a checkpoint")
-        return self._regions(self.engine.parameters.held)
+        return self._regions(self.engine.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Piece], *, written: bool = False) -> checkpoint.Pieces:
         owned = self.engine.parameters.owned(pieces)
@@ -121,8 +121,8 @@ class ModelFiles:
             if hasattr(self.plain, "serialize") and hasattr(self.plain, "deserialize"):
                 # It may hold more than a vector.
                 origin["own"] = base64.b64encode(self.plain.serialize()).decode()
-            elif not self.engine.has_said_what_is_not_saved:
-                self.engine.has_said_what_is_not_saved = True
+            elif not self.engine.has_warned_of_unsaved_attributes:
+                self.engine.has_warned_of_unsaved_attributes = True
                 _log.warning(
                     "checkpoints contain the parameters of %s, but none of its other attributes. "
                     "To save them too, give it serialize() -> bytes and deserialize(data)",

@@ -126,7 +126,7 @@ def _without(layer: Layer) -> list[Layer]:
     return [leaf for child in layer.children.values() for leaf in _without(child)]
 
 
-def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
+def warn_of_slow_products(config: ShardingConfiguration, program: Program) -> None:
     """Warn on rank 0 if bfloat16 products are computed as float32, with both speeds."""
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     is_slow = config.precision is not None and is_ours and not program.device.is_gpu

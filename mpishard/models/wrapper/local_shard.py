@@ -23,7 +23,7 @@ _MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters:
+class LocalShard:
     """The pieces of the parameters on this rank, end to end; all of them if they are replicated.
 
     In mixed precision these are the float32 parameters, which the rank updates.
@@ -67,7 +67,7 @@ class HeldParameters:
             On every rank, in the middle of a round of accumulation.
         """
         engine = self.engine
-        # `together` is a barrier as well: no rank writes while another still reads its values.
+        # `same_outcome` is a barrier as well: no rank writes while another still reads its values.
         with same_outcome(engine.world, engine.layout.subject):
             if getattr(values, "shape", None) != (self.length,):
                 raise ValueError(
@@ -151,8 +151,8 @@ def compare_replicas(
     is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
     if is_shared_by_all and not is_on_mesh:
         return 0
-    pieces = parameters.held
-    if parameters.once_per_node:  # the first rank of a node speaks for it
+    pieces = parameters.local_pieces
+    if parameters.once_per_node:  # the first rank of a node reports_loss for it
         is_leader = parameters.backend.local_rank == 0
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
