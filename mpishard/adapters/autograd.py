@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.base import Array, as_loss, optional_package
+from mpishard.base import Array, Scalar, as_loss, optional_package
 from mpishard.contracts import ILossFunction
 from mpishard.data import tree_of
 
@@ -139,7 +139,7 @@ class AutogradModel(TreeModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Any]:
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:

@@ -153,7 +153,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
             return 0.0, full
         self.backward_pass(saved, receive)
         full /= weight
-        return total / weight, full
+        return float(total / weight), full
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
@@ -261,7 +261,8 @@ class TreeModel(PlacedVectorModel):
         MissingMemberError
             If the model was made without ``predict``.
         """
-        return self._known_predict()(self._parameters, tree_of(x))
+        prediction: Array = self._known_predict()(self._parameters, tree_of(x))
+        return prediction
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:

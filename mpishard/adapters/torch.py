@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base import Array, optional_package, require_plain
+from mpishard.base import Array, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
@@ -245,7 +245,7 @@ class TorchModel(PlacedVectorModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Any]:
         import torch
 
         assert loss is not None
@@ -319,11 +319,12 @@ class TorchLoss(ILossFunction):
     def backward(self, saved: Any) -> Array:
         import torch
 
+        zeros: Array
         output, total, zeros = saved
         if output is None:
             return zeros
-        (gradient,) = torch.autograd.grad(total, output)
-        return gradient.numpy()
+        gradient: Array = torch.autograd.grad(total, output)[0].numpy()
+        return gradient
 
 
 def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:

@@ -15,13 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, beside, is_device_array, to_host
+from mpishard.base.arrays import (
+    NAMESPACES,
+    Array,
+    Namespace,
+    beside,
+    copy_into,
+    device_number,
+    is_device_array,
+    to_host,
+)
 from mpishard.base.errors import DeviceUnavailableError
 
 _INSTALL = "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
 
 
-def load_cupy() -> ModuleType:
+def load_cupy() -> Namespace:
     """Import and return ``cupy``.
 
     Raises
@@ -109,7 +118,7 @@ class Device:
     @classmethod
     def of(cls, array: Array) -> Device:
         """Return the device of ``array``."""
-        return cls("cuda", int(array.data.device_id)) if is_device_array(array) else HOST
+        return cls("cuda", device_number(array)) if is_device_array(array) else HOST
 
     @property
     def is_gpu(self) -> bool:
@@ -117,9 +126,9 @@ class Device:
         return self.kind == "cuda"
 
     @property
-    def namespace(self) -> ModuleType:
+    def namespace(self) -> Namespace:
         """The module whose functions work on arrays on the device: ``numpy`` or ``cupy``."""
-        return load_cupy() if self.is_gpu else np
+        return load_cupy() if self.is_gpu else NAMESPACES[np.ndarray]
 
     def for_rank(self, local_rank: int) -> Device:
         """Return the device with the GPU number for ``local_rank``, unless it has a number."""
@@ -150,7 +159,7 @@ class Device:
         if is_device_array(array):
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
-        copy.set(np.asarray(array, order="C"))  # CuPy copies only from contiguous memory
+        copy_into(copy, array)
         return copy
 
     def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:

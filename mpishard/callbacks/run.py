@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpishard.base import ShardingError
+from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
 
 _log = logging.getLogger("mpishard")
@@ -77,7 +77,7 @@ class Requests:
     own: list[float] = field(default_factory=lambda: [0.0, 0.0])
     received: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def exchanged(self, sums: Sequence[float]) -> None:
+    def exchanged(self, sums: Array) -> None:
         """Record the sums of the requests that all ranks have sent."""
         self.own[:] = 0.0, 0.0
         # Added up, because requests may be sent several times before the run reads them.

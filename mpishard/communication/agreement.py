@@ -113,7 +113,7 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
     if backend is None:
         return text
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
-    return shared.tobytes().decode(errors=_SURROGATES)  # type: ignore[no-any-return]
+    return shared.tobytes().decode(errors=_SURROGATES)
 
 
 def share_path(backend: CommunicationBackend | None, path: Path | None) -> Path | None:

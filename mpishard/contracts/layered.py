@@ -189,7 +189,7 @@ class IPipelineDecomposableModel(ABC):
     """
 
     @abstractmethod
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Any]:
         """Compute B: the mean loss's gradient with respect to ``x``, and the values that W needs.
 
         Returns

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.base import Array, MissingInterfaceError, MissingMemberError
+from mpishard.base import Array, MissingInterfaceError, MissingMemberError, Scalar
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
 
 
@@ -47,7 +47,7 @@ class ILossFunction(ABC):
     @abstractmethod
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Any]:
         """Return the sum of the losses, the sum of their weights, and the values for `backward`.
 
         The values may be None if ``training`` is False. On a GPU the sums may be arrays of one

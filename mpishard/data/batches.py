@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from mpishard.base import Array, as_count, as_flag, as_index, require_type
+from mpishard.base import Data, as_count, as_flag, as_index, require_type
 from mpishard.data.dataset import Samples, TokenWindows, is_sparse, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
@@ -30,8 +30,8 @@ class RankBatch(NamedTuple):
         Their indices in the data set, shape (n,).
     """
 
-    x: Array
-    y: Array
+    x: Data
+    y: Data
     sample_start: int
     indices: Indices
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from mpishard.base import Array, array_namespace, as_count, as_integer, require_plain
+from mpishard.base import Array, Namespace, array_namespace, as_count, as_integer, require_plain
 
 
 class TokenWindows:
@@ -52,7 +51,7 @@ class TokenWindows:
 
     def __init__(
         self,
-        tokens: Array,
+        tokens: Any,
         context_length: int,
         *,
         offset: int = 0,
@@ -216,7 +215,11 @@ def is_sparse(dataset: Any) -> bool:
     return hasattr(dataset, "tocsr")
 
 
-def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
+@overload
+def take(dataset: Samples, indices: Array) -> Samples: ...
+@overload
+def take(dataset: Any, indices: Array) -> Array: ...
+def take(dataset: Any, indices: Array) -> Array | Samples:
     """Return the samples of ``dataset`` at ``indices``, as a new array.
 
     Nothing else of the data set is read.
@@ -247,7 +250,8 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     if isinstance(dataset, Samples):
         return dataset[indices]
     if (xp := namespace_of(dataset)) is not None:
-        return dataset[xp.asarray(indices)]
+        chosen: Array = dataset[xp.asarray(indices)]
+        return chosen
     if is_sparse(dataset):
         return _as_array(dataset[indices].toarray())
     if indices.size == 0:  # h5py has no empty selection by integers
@@ -277,7 +281,7 @@ def _as_array(samples: Any) -> Array:
     return np.asarray(samples) if namespace_of(samples) is None else samples
 
 
-def namespace_of(dataset: Any) -> ModuleType | None:
+def namespace_of(dataset: Any) -> Namespace | None:
     """Return NumPy or CuPy for their arrays, and None for other data sets."""
     try:
         return array_namespace(dataset)

@@ -18,6 +18,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    Scalar,
     array_namespace,
     as_amount,
     as_integer,
@@ -159,7 +160,8 @@ class _RealLoss(Loss):
 
     def backward(self, saved: Any) -> Array:
         """Return the slope at each element, divided by the number of output elements per sample."""
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class MSE(_RealLoss):
@@ -294,7 +296,7 @@ class CrossEntropy(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Any]:
         """Return sum and weight for logits of shape (..., V) and integer targets of shape (...).
 
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
@@ -391,9 +393,9 @@ class CrossEntropy(Loss):
                 f"the ignored {self.ignore_index}"
             )
 
-    def _checked_shapes(self, prediction_shape: tuple[int, ...], target: Any) -> Array:
+    def _checked_shapes(self, prediction_shape: tuple[int, ...], given: Any) -> Array:
         """Return the targets without weights, after all checks but that of the targets' values."""
-        target = checked_targets("CrossEntropy", target)
+        target = checked_targets("CrossEntropy", given)
         if not prediction_shape or target.shape != prediction_shape[:-1]:
             raise ValueError(
                 "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
@@ -413,7 +415,8 @@ class CrossEntropy(Loss):
 
         It is multiplied by the weight of the target.
         """
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class BinaryCrossEntropy(_RealLoss):

@@ -37,7 +37,8 @@ def checked_targets(owner: str, target: Any) -> Array:
     """
     if not isinstance(target, Samples):
         array_namespace(target)
-        return target
+        only: Array = target
+        return only
     if not isinstance(target.tree, list | tuple) or len(target.tree) != 2:
         raise TypeError(
             f"{owner} takes an array of targets, or mpishard.data.Samples((targets, weights)); got "

@@ -323,7 +323,7 @@ class _Run:
         # The stage before is on this rank, and has left the array itself.
         if flow not in self._coming:
             return self._here.pop(flow)
-        array = self._coming[flow].wait()
+        array: Array = self._coming[flow].wait()
         del self._coming[flow]
         expected = self._shape(flow, step.operation.virtual_stage_index)
         if array.shape != expected:

@@ -349,14 +349,15 @@ def _measure(
     seconds[-1] += time.perf_counter() - start  # the last stage computes it
     for index, (name, layer) in reversed(list(enumerate(model.chain.children.items()))):
         start = time.perf_counter()
-        dy = layer.backward(
+        dx = layer.backward(
             views.get(name, {}),
             saved.pop(),
             dy,
             gradients.get(name, {}),
             needs_input_gradient=index > 0,
         )
-        if dy is not None:
+        if dx is not None:
+            dy = dx
             synchronize(dy)
         seconds[index] += time.perf_counter() - start
 

@@ -242,7 +242,7 @@ class SplitLayer(TensorParallelLayer):
         """Return the whole layer's operations for an input of this shape."""
         return self.whole.estimated_flops(input_shape)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the whole layer's input gradient for ``saved`` and ``dy``, and its pending."""
         return self.whole.backward_input(p, saved, dy)
 

@@ -175,7 +175,9 @@ class SplitLinear(TensorParallelLayer):
         """Return the gradient of the activation's input, which may be ``dy`` or a new array."""
         if self.activation is None:
             return dy
-        return self.activation.backward_input({}, saved, dy)[0]
+        dx, _ = self.activation.backward_input({}, saved, dy)
+        assert dx is not None, "an activation has an input gradient"
+        return dx
 
 
 class ColumnParallelLinear(SplitLinear):
@@ -319,7 +321,7 @@ class ColumnParallelLinear(SplitLinear):
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, with the sum of dx under way during the weight's product. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         # The all-gather is issued first, so that it is under way during the first product.
@@ -468,7 +470,7 @@ class RowParallelLinear(SplitLinear):
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
             p,
@@ -637,7 +639,7 @@ class Stage3ShardedLinear(SplitLinear):
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, or only the weight's, which does not gather W. Collective."""
         if needs_input_gradient:
             return super().backward(p, saved, dy, g)

@@ -315,7 +315,7 @@ class Framed(Layer):
             y, _ = self.after.forward({}, y, context)
         return y, saved
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         """Run the input's halves in reverse order; pending is the layer's. Collective."""
         dx, pending = self.layer.backward_input(p, saved, self._layer_gradient(dy))
         return self._input_gradient(dx), pending
@@ -332,7 +332,7 @@ class Framed(Layer):
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves. Collective."""
         dx = self.layer.backward(
             p, saved, self._layer_gradient(dy), g, needs_input_gradient=needs_input_gradient
@@ -342,7 +342,7 @@ class Framed(Layer):
     def _layer_gradient(self, dy: Array) -> Array:
         return dy if self.after is None else self.after.backward_input({}, None, dy)[0]
 
-    def _input_gradient(self, dx: Array) -> Array:
+    def _input_gradient(self, dx: Array | None) -> Array | None:
         if self.before is None or dx is None:
             return dx
         return self.before.backward_input({}, None, dx)[0]

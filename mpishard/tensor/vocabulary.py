@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, as_flag, chunks, is_device_array, require_type, wide
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    Scalar,
+    as_flag,
+    chunks,
+    is_device_array,
+    require_type,
+    wide,
+)
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
 from mpishard.nn import (
@@ -108,7 +117,7 @@ class VocabularyParallelEmbedding(SplitLayer):
             return reduce_scatter_time(self.backend, y), saved
         return self.backend.all_reduce(y), saved
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[None, Any]:
         """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 
@@ -232,12 +241,12 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             expected_N += self.loss.label_smoothing / self.split.size * sums[2]
         log_normalizer_N = xp.log(normalizer_N)
         losses_N = log_normalizer_N - expected_N
-        slope_N = 1.0
+        slope_N: Scalar = 1.0
         if self.loss.z_loss:
             log_normalizer_N += largest_N  # This makes it log(Z).
             losses_N += self.loss.z_loss * xp.square(log_normalizer_N)
             slope_N = 1.0 + 2.0 * self.loss.z_loss * log_normalizer_N
-        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=xp.float64))
+        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=np.float64))
         weight = float(weight_N.sum())
         if gradient_NR is None:
             return total, weight, None
@@ -300,7 +309,8 @@ class VocabularyParallelCrossEntropy(ILossFunction):
 
     def backward(self, saved: Any) -> Array:
         """Return this rank's slice of the gradient of `mpishard.nn.CrossEntropy`."""
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class GatheredOutputLoss(ILossFunction):
@@ -339,7 +349,7 @@ class GatheredOutputLoss(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Any]:
         """Return sum and weight for this rank's slice (..., R) of the predictions. Collective."""
         whole = self.split.gather(self.backend, prediction)
         # A user's loss that is only trained with need not have the parameter ``training``.

@@ -72,7 +72,7 @@ class Buffers:
         checksum = zlib.crc32(repr(self._forms()).encode())
         for tensor in self._present().values():
             if _is_sendable(tensor):
-                checksum = zlib.crc32(_bytes_of(tensor), checksum)
+                checksum = zlib.crc32(_bytes_of(tensor).data, checksum)
         return checksum
 
     def have_changed(self) -> bool:
@@ -155,7 +155,8 @@ def _is_sendable(tensor: Any) -> bool:
 def _bytes_of(tensor: Any) -> Array:
     """Return the bytes of a plain tensor, without a copy if it is contiguous."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy()
+    memory: Array = values.reshape(-1).view(torch.uint8).numpy()
+    return memory
 
 
 def write(tensor: Any, values: Any) -> None:

@@ -105,7 +105,7 @@ def _check_first(
 
 def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Array:
     try:
-        taken = take(samples, indices)
+        taken: Array = take(samples, indices)
     except Exception as error:
         error.add_note(
             f"{name} ({origin_of(samples)}) was indexed by an array of integers, {indices!r}, and "

@@ -256,7 +256,7 @@ class MessageChannel:
 
 
 def _as_bytes(array: Array) -> Array:
-    return array.view(array_namespace(array).uint8)
+    return array.view(np.uint8)
 
 
 class Message(Pending):

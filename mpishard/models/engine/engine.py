@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from mpishard.base import Array, read_numbers
+from mpishard.base import Array, Data, read_numbers
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.passes import OwnPasses, Passes, Reduced
@@ -160,8 +160,8 @@ class Engine:
 
     def gradient(
         self,
-        x: Array,
-        y: Array,
+        x: Data,
+        y: Data,
         settings: Mapping[str, Any] | None = None,
         *,
         sample_start: int | None = None,
@@ -235,8 +235,8 @@ class Engine:
 
     def step(
         self,
-        x: Array,
-        y: Array,
+        x: Data,
+        y: Data,
         rule: Rule,
         settings: Mapping[str, Any] | None = None,
         *,
@@ -318,8 +318,8 @@ class Engine:
 
     def run_pass(
         self,
-        x: Array,
-        y: Array,
+        x: Data,
+        y: Data,
         gradients: GradientStore,
         *,
         this: BackwardPass,

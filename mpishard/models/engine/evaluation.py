@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base import Array, NoSampleError, array_namespace, read_numbers
+from mpishard.base import Array, Data, NoSampleError, array_namespace, read_numbers
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.engine import Engine
 from mpishard.models.programs.program import Batch
@@ -13,7 +13,7 @@ from mpishard.nn import Context
 
 
 def local_gradient(
-    engine: Engine, x: Array, y: Array, loss: ILossFunction | None, sample_start: int = 0
+    engine: Engine, x: Data, y: Data, loss: ILossFunction | None, sample_start: int = 0
 ) -> Array:
     """Return the gradient of the mean loss of this rank's batch, shape (length,), not reduced."""
     engine.layout.device.use()
@@ -75,7 +75,7 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     return engine.mean(total, total_weight), total_weight, full
 
 
-def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
+def global_gradient(engine: Engine, x: Data, y: Data) -> tuple[float, Array]:
     """Return the mean loss of all ranks' batches and its gradient, shape (length,). Collective."""
     engine.replicas.require_equal("loss_and_gradients()")
     engine.round.require_none("loss_and_gradients()")
@@ -98,7 +98,7 @@ def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
 
 
 def measured(
-    engine: Engine, x: Array, y: Array, *, predicts: bool = False
+    engine: Engine, x: Data, y: Data, *, predicts: bool = False
 ) -> tuple[Array | None, float, float]:
     """Return outputs for this rank's batch, and the sum and the weight of the loss.
 
@@ -112,13 +112,13 @@ def measured(
         return None, 0.0, 0.0
     if engine.loss is None:
         batch = Batch(inputs, targets, None, Context(training=False))
-        total, weight, _ = engine.program.forward(engine.parameters, batch)
+        total, weight = read_numbers(engine.program.forward(engine.parameters, batch)[:2])
         return engine.predict(x) if predicts and len(x) else None, total, weight
     prediction = engine.predict(x)
     return prediction, *engine.program.measure(engine.loss, prediction, targets)
 
 
-def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
+def mean_loss(engine: Engine, x: Data, y: Data) -> tuple[float, float]:
     """Return the mean loss of all ranks' batches, NaN if unknown, and its weight. Collective."""
     engine.replicas.require_equal("evaluate()")
     _, total, weight = measured(engine, x, y)

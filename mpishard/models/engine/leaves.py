@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.base import Array, LeafLayout, ShardLayout, block_squares, read_numbers
+from mpishard.base import Array, LeafLayout, Scalar, ShardLayout, block_squares, read_numbers
 from mpishard.communication import (
     CommunicationBackend,
     ReductionOperation,
@@ -280,7 +280,7 @@ class GradientLeaves:
         self._own = [self._norm_index[piece.start] for piece in mine]
         return mine
 
-    def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
+    def message(self, parts: Sequence[tuple[Scalar, Scalar]], gradients: Sequence[Array]) -> Array:
         """Return the rank's summands of the totals: zeros except for its own leaves and pieces.
 
         Parameters
@@ -301,15 +301,17 @@ class GradientLeaves:
         with np.errstate(over="ignore", invalid="ignore"):
             return _tree(losses), _tree(weights), float(squares.sum())
 
-    def total(self, parts: Sequence[tuple[float, float]], subject: int = 0) -> tuple[float, float]:
+    def total(
+        self, parts: Sequence[tuple[Scalar, Scalar]], subject: int = 0
+    ) -> tuple[float, float]:
         """Return sum and weight of a loss over all leaves, from this rank's. Collective."""
         total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts), subject=subject))
         return total, weight
 
-    def _spread(self, parts: Sequence[tuple[float, float]]) -> Array:
+    def _spread(self, parts: Sequence[tuple[Scalar, Scalar]]) -> Array:
         """Return loss sums and weights of all leaves: zeros except for this rank's."""
         slots = np.zeros((2, self.count))
-        slots[:, self._slots] += np.transpose(parts)  # adding to 0 leaves no -0
+        slots[:, self._slots] += np.array(parts).T  # adding to 0 leaves no -0
         return slots.ravel()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     NonFiniteLossError,
+    Scalar,
     ShardingError,
     ShardLayout,
     chunk_length,
@@ -160,7 +161,7 @@ class Round:
         self.is_open = False
         self.accumulates = False
         self.defers = False
-        self.parts: list[tuple[float | Array, float | Array]] = []
+        self.parts: list[tuple[Scalar, Scalar]] = []
         self.used: set[str] = set()
         self.unused = frozenset[str]()
         self.requests: Requests | None = None
@@ -169,7 +170,7 @@ class Round:
         self._axis = program.replica.sample_group
         self._config = config
 
-    def add(self, loss: float | Array, weight: float | Array, used: Collection[str]) -> None:
+    def add(self, loss: Scalar, weight: Scalar, used: Collection[str]) -> None:
         """Count one pass, with the sum and weight of its loss, and the parameters it used."""
         self.is_open = True
         self.parts.append((loss, weight))
@@ -182,9 +183,10 @@ class Round:
         """
         read = read_numbers([*itertools.chain.from_iterable(self.parts), *numbers])
         own = 2 * len(self.parts)
-        self.parts[:] = zip(read[:own:2], read[1:own:2], strict=True)
+        parts = list(zip(read[:own:2], read[1:own:2], strict=True))
+        self.parts[:] = parts
         loss = weight = 0.0
-        for part, its_weight in self.parts:  # Python's sum would round otherwise from 3.12 on
+        for part, its_weight in parts:  # Python's sum would round otherwise from 3.12 on
             loss += part
             weight += its_weight
         return [loss, weight, *read[own:]]

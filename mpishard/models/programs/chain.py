@@ -326,12 +326,14 @@ class LayerChain:
         *,
         needs_input_gradient: bool,
         pending: list[Any] | None = None,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves of backward by layer; call ``reduce`` with each unit that is complete.
 
         With ``pending`` it runs the first half alone, which adds to no gradient, and appends the
         values for `backward_weight`, last layer first.
         """
+        dx: Array | None = dy
+        del dy  # held no longer than a layer needs it
         is_whole = pending is None
         targets: dict[int, GradientTargets] = {}
         unwritten: set[str] = set()
@@ -351,16 +353,17 @@ class LayerChain:
                 if parameters.in_flight or gradients.in_flight:
                     parameters.backend.progress()
                 layer, is_frozen = self._layers[index].layer, index in self._frozen_layers
+                assert dx is not None, "only the model's first layer has no input gradient"
                 if is_whole and not is_frozen:
-                    dy = layer.backward(
+                    dx = layer.backward(
                         views[index],
                         saved,
-                        dy,
+                        dx,
                         targets[index],
                         needs_input_gradient=needs_input_gradient or index > first,
                     )
                 else:
-                    dy, waits = layer.backward_input(views[index], saved, dy)
+                    dx, waits = layer.backward_input(views[index], saved, dx)
                     if pending is not None:
                         pending.append(None if is_frozen else waits)
                     del waits
@@ -373,7 +376,7 @@ class LayerChain:
                 if is_whole and unit.index not in self._without_gradient:
                     reduce(unit)
         activations.clear()  # layers before the first trained one need no gradient
-        return dy
+        return dx
 
     @_in_precision
     def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:

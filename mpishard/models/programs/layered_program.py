@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import HOST, Array, MissingLossError, require_plain, rounded, to_host, widened
+from mpishard.base import (
+    HOST,
+    Array,
+    MissingLossError,
+    Scalar,
+    require_plain,
+    rounded,
+    to_host,
+    widened,
+)
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
@@ -182,7 +191,7 @@ class LayeredProgram(Program):
         """Return outputs as the loss and the user take them."""
         return widened(values) if self._mixed else values
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
         assert batch.loss is not None
         (chain,) = self.chains
         x = self.entering(batch.x)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import BFLOAT16, Array, ShardLayout
+from mpishard.base import BFLOAT16, Array, Scalar, ShardLayout, is_device_array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel
 from mpishard.models.programs.chain import LayerChain
@@ -177,7 +177,7 @@ class MeshProgram(LayeredProgram):
 
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
-    ) -> tuple[float, float]:
+    ) -> tuple[Scalar, Scalar]:
         loss = batch.loss
         assert loss is not None
         # The ranks' logits are parts of the classes, and the loss adds up their sums.
@@ -230,7 +230,7 @@ class MeshProgram(LayeredProgram):
             y = run.outputs[0] if len(run.outputs) == 1 else xp.concatenate(run.outputs)
             if self.layout.splits_output:
                 y = DimSplit(self._classes, self.mesh.tensor_size).gather(
-                    self.mesh.tensor, np.ascontiguousarray(y) if isinstance(y, np.ndarray) else y
+                    self.mesh.tensor, y if is_device_array(y) else np.ascontiguousarray(y)
                 )
         if self.mesh.pipeline_size == 1:
             assert y is not None
@@ -293,8 +293,8 @@ class StageRun(IPipelineStage):
         self._activations: dict[tuple[int, int], Any] = {}
         self._pending: dict[tuple[int, int], Any] = {}
         self._left = [self._rows.world_size] * len(self._chains)
-        self.total: float | Array = 0.0
-        self.weight: float | Array = 0.0
+        self.total: Scalar = 0.0
+        self.weight: Scalar = 0.0
         self.outputs: list[Array] = []
 
     def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpishard.base import (
     Array,
+    Data,
     Device,
     MissingMemberError,
     adapter_hint,
@@ -104,7 +105,8 @@ class OpaqueProgram(WholeProgram):
         parameters.reshard(unit)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        return _member(self._model, "predict")(x)
+        prediction: Array = _member(self._model, "predict")(x)
+        return prediction
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
         x, y, loss = batch.x, batch.y, batch.loss
@@ -144,7 +146,7 @@ class OpaqueProgram(WholeProgram):
             )
         return as_loss(mean, self._model) * len(x), float(len(x)), (gradient, len(x))
 
-    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+    def measure(self, loss: ILossFunction, prediction: Array, y: Data) -> tuple[float, float]:
         """Do as `Program.measure`, also for a loss that is any function that returns a mean."""
         if hasattr(loss, "forward"):
             return super().measure(loss, prediction, y)

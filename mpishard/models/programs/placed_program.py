@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, MissingLossError, MissingMemberError, ShardingError
+from mpishard.base import Array, MissingLossError, MissingMemberError, Scalar, ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
@@ -123,7 +123,7 @@ class IPlaceableModel(ABC):
     @abstractmethod
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Any]:
         """Return sum and weight of the loss, and the saved values that `backward_pass` needs.
 
         With ``loss`` None it is the model's own.
@@ -212,7 +212,7 @@ class PlacedProgram(WholeProgram):
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return self._model.predict(x)
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
         is_alone = not (batch.context.training and self._model.computes_together)
         if len(batch.x) == 0 and is_alone:
             return 0.0, 0.0, None

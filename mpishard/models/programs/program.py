@@ -13,8 +13,10 @@ import numpy as np
 from mpishard.base import (
     HOST,
     Array,
+    Data,
     Device,
     MissingMemberError,
+    Scalar,
     as_loss,
     beside,
     lies_on_device,
@@ -32,7 +34,7 @@ from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 
 
-def unread_loss(total: Any, loss: ILossFunction) -> float | Array:
+def unread_loss(total: Any, loss: ILossFunction) -> Scalar:
     """Return a loss's sum as a float, or as an array of one element on a GPU, for which none waits.
 
     Raises
@@ -41,7 +43,8 @@ def unread_loss(total: Any, loss: ILossFunction) -> float | Array:
         As `as_loss`.
     """
     if lies_on_device(total) and total.size == 1 and total.dtype.kind == "f":
-        return total
+        unread: Array = total
+        return unread
     return as_loss(total, loss, "sum")
 
 
@@ -319,7 +322,7 @@ class Program(ABC):
         """
         raise MissingMemberError("generate needs a GPT, but this model is not one")
 
-    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+    def measure(self, loss: ILossFunction, prediction: Array, y: Data) -> tuple[float, float]:
         """Return sum and weight of ``loss``, without a gradient."""
         target = map_arrays(lambda array: beside(array, prediction), y)
         total, weight, _ = loss.forward(prediction, target, training=False)
@@ -327,7 +330,7 @@ class Program(ABC):
         return total, weight
 
     @abstractmethod
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
         """Return sum and weight of the loss, and the saved activations for `backward`."""
 
     @abstractmethod
@@ -336,8 +339,8 @@ class Program(ABC):
 
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
-    ) -> tuple[float, float]:
-        """Run forward and backward; return sum and weight of the loss, 0 unless it reports_loss."""
+    ) -> tuple[Scalar, Scalar]:
+        """Run both passes; return sum and weight of the loss, 0 unless this rank reports it."""
         with span("forward"):
             total, weight, saved = self.forward(parameters, batch)
         with span("backward"):

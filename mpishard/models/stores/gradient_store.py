@@ -11,7 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.base import Array, ShardLayout, array_namespace, chunk_length, to_host
+from mpishard.base import (
+    Array,
+    ShardLayout,
+    array_namespace,
+    chunk_length,
+    is_device_array,
+    to_host,
+)
 from mpishard.communication import Arena, Work
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe import MemoryCategory
@@ -276,7 +283,7 @@ class ScatteredGradients(ReplicatedGradients):
         mine = full[piece.start - unit.start : piece.stop - unit.start]
         # bfloat16 contributions are summed in float32: in place, if the gradient has that dtype.
         is_direct = carrier is self._slot or (
-            isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
+            not is_device_array(mine) and mine.dtype == ACCUMULATION
         )
         result = mine
         if not is_direct:
@@ -470,7 +477,7 @@ class ShardedGradients(GradientStore):
         # A sum that is added to another needs a buffer of its own first.
         is_direct = not adds
         if compression is not None:
-            is_direct &= isinstance(target, np.ndarray) and target.dtype == ACCUMULATION
+            is_direct &= not is_device_array(target) and target.dtype == ACCUMULATION
         if not is_direct:
             scratch = self._take_scratch(wide=compression is not None)
             loans.append((self._scratch, scratch))

@@ -70,17 +70,19 @@ class ModelVector:
         is_sharded |= parameters.owners_only
         # Several groups of ranks may hold all parameters: each gathers, and root's result is kept.
         if is_sharded and layout.backend.world_size < world.world_size:
-            full = self.gather(parameters)
-            return full if is_root else None
-        full = layout.device.namespace.empty(layout.length, layout.dtype) if is_root else None
+            whole = self.gather(parameters)
+            return whole if is_root else None
+        full: Array | None = None
+        if is_root:
+            full = layout.device.namespace.empty(layout.length, layout.dtype)
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
-            values = (
+            values: Array | None = (
                 layout.backend.gather(owned, root=root, subject=layout.subjects[piece.unit.index])
                 if is_sharded
                 else owned
             )
-            if full is not None:
+            if full is not None and values is not None:
                 copy_into(full[piece.unit.start : piece.unit.stop], values)
         return full
 
@@ -204,11 +206,12 @@ class MeshVector(ModelVector):
             if not wants:
                 continue
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
+            everyone: Array | None
             if root is None:
                 everyone = self._mesh.model.all_gather(mine, subject=layout.subject)
             else:
                 everyone = self._mesh.model.gather(mine, root=local_root, subject=layout.subject)
-            if full is None:
+            if full is None or everyone is None:
                 continue
             position = 0
             for placement in self._placements:

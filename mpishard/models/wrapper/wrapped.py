@@ -132,7 +132,7 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
         raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
     # Checksums are of bytes, so that layout and dtype must be the same on all ranks before.
     vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
-    own = np.array([[zlib.crc32(vector), rate]])  # float64 holds both
+    own = np.array([[zlib.crc32(vector.data), rate]])  # float64 holds both
     marks, rates = engine.world.all_gather(own, subject=engine.layout.subject).T
     if (rates != rates[0]).any():
         raise ValueError(f"{name}: the learning rates differ between ranks: {rates.tolist()}")

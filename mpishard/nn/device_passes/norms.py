@@ -157,7 +157,8 @@ def column_sums(values_NC: Array, *places: tuple[Array, bool]) -> None:
         1-D arrays for the sums of the first columns and, if there are two, of the other columns.
         The bool is True if the sums are added to the array's contents.
     """
-    (sums, adds), (others, adds_others) = places if len(places) == 2 else (*places, (None, False))
+    (sums, adds), *rest = places
+    others, adds_others = rest[0] if rest else (None, False)
     rows, columns = values_NC.shape
     values_NC = NAMESPACES[type(values_NC)].ascontiguousarray(values_NC)
     _column_sums.launch(

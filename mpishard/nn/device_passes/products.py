@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Kernel
+from mpishard.base import NAMESPACES, Array, Kernel, address
 
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads both on the host.
@@ -77,7 +77,7 @@ def multiply(a: Array, b: Array, out: Array | None, precision: str) -> Array:
         result = xp.zeros(shape, np.float32)
     else:
         is_place = out is not None and out.flags.c_contiguous
-        result = out if is_place else xp.empty(shape, np.float32)
+        result = out if out is not None and is_place else xp.empty(shape, np.float32)
         _multiply(xp, _operand(a), _operand(b), result, precision)
     if out is not None and out is not result:
         out[...] = result
@@ -111,16 +111,16 @@ def _multiply(
         rows,
         inner,
         _ONE.ctypes.data,
-        b.data.ptr,
+        address(b),
         kind,
         b.shape[-1],
         b.shape[-2] * b.shape[-1] if b.ndim > 2 else 0,
-        a.data.ptr,
+        address(a),
         kind,
         a.shape[-1],
         a.shape[-2] * a.shape[-1] if a.ndim > 2 else 0,
         _ZERO.ctypes.data,
-        out.data.ptr,
+        address(out),
         runtime.CUDA_R_32F,
         columns,
         rows * columns,

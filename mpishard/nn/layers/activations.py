@@ -184,17 +184,19 @@ class _SavedSlope(_Activation):
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
         loop = None if self._loop is None else compiled(self._loop, flat_x)
+        slope: Array | None = None
         if loop is not None:
             slope = xp.empty_like(flat_x)
             loop(bits(flat_x), bits(flat_y), bits(slope))
             return flat_y.reshape(x.shape), slope if context.training else None
-        slope = xp.empty_like(flat_x) if context.training else None
+        if context.training:
+            slope = xp.empty_like(flat_x)
         for part in chunks(flat_x):
             y_part = scratch(flat_y[part])
             slope_part = None if slope is None else scratch(slope[part])
             self._activate(wide(flat_x[part]), y_part, slope_part)
             store(flat_y[part], y_part)
-            if slope is not None:
+            if slope is not None and slope_part is not None:
                 store(slope[part], slope_part)
         return flat_y.reshape(x.shape), slope
 

@@ -103,14 +103,17 @@ class Sequential(Layer):
             saved.append(child_saved)
         return x, saved if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         """Run `backward_input` of the layers in reverse; pending lists theirs in that order."""
         pending = []
+        dx: Array | None = dy
+        del dy  # held no longer than a layer needs it
         for name, child in reversed(self.children.items()):
+            assert dx is not None, "only the first layer has no input gradient"
             # pop and not an index, so that a layer's activations are freed as soon as it used them.
-            dy, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dy)
+            dx, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dx)
             pending.append(child_pending)
-        return dy, pending
+        return dx, pending
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Run `backward_weight` of the layers, first layer first."""
@@ -125,19 +128,22 @@ class Sequential(Layer):
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves layer by layer, last layer first, so that little is pending."""
         # Only the first layer may leave out its input gradient: it is dy of the layer before.
         first = next(iter(self.children))
+        dx: Array | None = dy
+        del dy  # held no longer than a layer needs it
         for name, child in reversed(self.children.items()):
-            dy = child.backward(
+            assert dx is not None, "only the first layer has no input gradient"
+            dx = child.backward(
                 p.get(name, _NONE),
                 saved.pop(),
-                dy,
+                dx,
                 g.get(name, _NONE),
                 needs_input_gradient=needs_input_gradient or name != first,
             )
-        return dy
+        return dx
 
 
 class Residual(Layer):
@@ -199,6 +205,7 @@ class Residual(Layer):
         """Return the inner gradient plus ``dy``."""
         # The inner layers may overwrite their dy, and the sum below needs it: they get a copy.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
+        assert dx is not None, "a sum with x has an input gradient"
         return added(dx, dy, out=dx), pending
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
@@ -216,6 +223,7 @@ class Residual(Layer):
     ) -> Array:
         """Run both halves, layer by layer, and always return the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
+        assert dx is not None, "a sum with x has an input gradient"
         return added(dx, dy, out=dx)
 
 

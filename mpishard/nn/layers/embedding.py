@@ -111,7 +111,7 @@ class Embedding(Layer):
         self.check_input(x)
         return p["weight"].take(x, axis=0), x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[None, Any]:
         """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 

@@ -238,7 +238,7 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of the input from the gradient ``dy`` of the output.
 
         ``dy`` belongs to this method, which may overwrite it.
@@ -263,7 +263,7 @@ class Layer(ABC):
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, leaf by leaf: add to ``g`` and return the input's gradient.
 
         If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may

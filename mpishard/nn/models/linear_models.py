@@ -86,7 +86,8 @@ class LinearModel(Model):
         return self._view("bias").copy()
 
     def _view(self, name: str) -> Array:
-        return self.parameter_table.nested_views(self._parameters())["linear"][name]
+        view: Array = self.parameter_table.nested_views(self._parameters())["linear"][name]
+        return view
 
     # ----------------------------------------------------------------------------------- features
 
@@ -270,7 +271,8 @@ class LogisticRegression(LinearModel):
 
     def predict_classes(self, x: Array) -> Array:
         """Return the likeliest class of each input, integers of shape (B,)."""
-        return self.probabilities(self.predict(x)).argmax(axis=1)
+        classes: Array = self.probabilities(self.predict(x)).argmax(axis=1)
+        return classes
 
     def probabilities(self, logits: Array) -> Array:
         """Return the probability of each class, shape (B, C), for logits of any ``predict``.

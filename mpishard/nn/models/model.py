@@ -413,7 +413,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Any]:
         run = self._run(x, target)
         return run.input_gradient(), run
 
@@ -424,7 +424,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 "cached must be the result of this model's "
                 "compute_activation_gradients(x, target), and serves once"
             )
-        return cached.weight_gradients()
+        gradients: Array = cached.weight_gradients()
+        return gradients
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None

@@ -182,7 +182,7 @@ class TrainingPass:
 
         return self._mean_gradient(add)
 
-    def input_gradient(self) -> Array:
+    def input_gradient(self) -> Array | None:
         """Run the input's half: return the gradient of the mean loss in x's shape.
 
         It is None if x holds integers, which have no gradient.

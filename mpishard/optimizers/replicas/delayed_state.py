@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpishard.base import Array, ShardingError, copy_into
+from mpishard.base import Array, Data, ShardingError, copy_into
 from mpishard.checkpoint import Pieces
 from mpishard.communication import differences
 from mpishard.models import ShardedModelBase, StepReport, Update
@@ -76,7 +76,7 @@ class DelayedState(ModelState):
         # A rank whose round failed alone has dropped gradients that the others still have.
         return {**super().settings(update), "gradients under way": self.sums.pending}
 
-    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+    def step(self, x: Data, y: Data, sample_start: int | None) -> StepReport:
         report = super().step(x, y, sample_start)
         return report if report.gradient_norm is None else replace(report, gradient_norm=self.norm)
 

@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.base import (
     BFLOAT16,
     Array,
+    Data,
     NoSampleError,
     ShardingError,
     array_namespace,
@@ -181,7 +182,7 @@ class LocalState(ModelState):
         if report.weight:
             super().update(updates, report)
 
-    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+    def step(self, x: Data, y: Data, sample_start: int | None) -> StepReport:
         before = self.steps
         self._begin_period()
         report = super().step(x, y, sample_start)

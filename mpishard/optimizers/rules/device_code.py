@@ -27,7 +27,7 @@ class _NoKernelError(Exception):
 
 def launch(
     function: Callable[..., None],
-    arrays: Sequence[Array],
+    arrays: Sequence[Array | None],
     factors: Sequence[float],
     clip: tuple[float, float] | None,
 ) -> bool:
@@ -45,6 +45,7 @@ def launch(
         Scale and limit of the gradient.
     """
     p = arrays[0]
+    assert p is not None
     if p.dtype not in (np.float32, np.float64) or not all(
         array is None or (array.dtype == p.dtype and array.flags.c_contiguous) for array in arrays
     ):

@@ -233,7 +233,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         needed = self.needed_state()
         # A body has an argument for each state; numba compiles it for those that are not None.
-        whole = [parameters, gradients]
+        whole: list[Array | None] = [parameters, gradients]
         whole += [state[name] if name in needed else None for name in self.state_names]
         clip = None
         if self.clip_value is not None:  # then `run` scales the gradient before it clips it

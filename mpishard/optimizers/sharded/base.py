@@ -14,6 +14,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     CommunicationError,
+    Data,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -212,7 +213,12 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return self.step_report(model, x, y).loss
 
     def step_report(
-        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
+        self,
+        model: ShardedModelBase,
+        x: Data,
+        y: Data,
+        *,
+        sample_start: int | None = None,
     ) -> StepReport:
         """Make a step; return the loss, its weight and the gradient's norm. Collective.
 

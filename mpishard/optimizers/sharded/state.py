@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base import Array, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
@@ -145,7 +145,7 @@ class ModelState(CheckpointState):
 
     # -------------------------------------------------------------------------------------- updates
 
-    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+    def step(self, x: Data, y: Data, sample_start: int | None) -> StepReport:
         """Make the step of a checked batch. Collective."""
         if self.rule.searches:
             return search_step(self, x, y, sample_start)
@@ -355,7 +355,7 @@ def require_searchable(model: ShardedModelBase, rule: str) -> None:
         )
 
 
-def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None) -> StepReport:
+def search_step(state: ModelState, x: Data, y: Data, sample_start: int | None) -> StepReport:
     """Make one update: evaluate the model until the line search ends. Collective.
 
     If the loss or the gradient at a trial is not finite, the next trial is shorter. If it is not
