@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.base import (
     Array,
+    DType,
     MissingMemberError,
     StructureOnlyError,
     array_namespace,
@@ -77,7 +78,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     """
 
     _name: str
-    _dtype: np.dtype[Any]
+    _dtype: DType
     _holder: str | None = None
     _vector: Array | None = None
 
@@ -92,7 +93,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         return self._entries
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         return self._dtype
 
     def get_model_metadata(self) -> ModelMetadata:

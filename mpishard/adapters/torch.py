@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base import Array, Scalar, optional_package, require_plain
+from mpishard.base import Array, DType, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
@@ -327,7 +327,7 @@ class TorchLoss(ILossFunction):
         return gradient
 
 
-def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
+def _tensor(array: Array, dtype: DType) -> Any:
     """Return ``array`` as a tensor, if possible in the same memory.
 
     Floating-point arrays are converted to ``dtype``, integers to int64. Read-only arrays, which

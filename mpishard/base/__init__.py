@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         SQUARES_BLOCK,
         Array,
         Data,
+        DType,
         Namespace,
         Scalar,
         address,

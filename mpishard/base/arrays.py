@@ -19,6 +19,9 @@ from mpishard.base.kernels import Kernel
 Array: TypeAlias = npt.NDArray[Any]
 """A NumPy or CuPy array. CuPy's has the interface of NumPy's, by which both are checked."""
 
+DType: TypeAlias = np.dtype[Any]
+"""A dtype of NumPy, which CuPy's arrays have too."""
+
 Data: TypeAlias = Any
 """Inputs or targets as users give them: an array, `Samples` of several arrays, or what else the
 model takes; None for targets that the loss does not need. The model checks them."""
@@ -49,10 +52,10 @@ class _DeviceArray(Protocol):
     """What an array of CuPy has and one of NumPy has not, and what is asked beside it."""
 
     data: _DevicePointer
-    dtype: np.dtype[Any]
+    dtype: DType
 
-    def get(self, *, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]: ...
-    def set(self, values: npt.NDArray[Any]) -> None: ...
+    def get(self, *, out: Array | None = None) -> Array: ...
+    def set(self, values: Array) -> None: ...
 
 
 SQUARES_BLOCK = 1024
@@ -197,12 +200,12 @@ def _is_of_cupy(array: Array) -> TypeGuard[_DeviceArray]:
     return not isinstance(array, np.ndarray)
 
 
-def to_host(array: Array) -> npt.NDArray[Any]:
+def to_host(array: Array) -> Array:
     """Return ``array`` as a NumPy array: itself, or a copy from the GPU."""
     return np.asarray(array.get()) if _is_of_cupy(array) else array
 
 
-def to_device(array: npt.NDArray[Any]) -> Array:
+def to_device(array: Array) -> Array:
     """Return a copy of ``array`` in GPU memory if CuPy is loaded, otherwise ``array``."""
     cupy = sys.modules.get("cupy")
     if cupy is None:

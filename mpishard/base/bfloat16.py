@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.base.arrays import Array, chunk_length
+from mpishard.base.arrays import Array, DType, chunk_length
 from mpishard.base.compilation import compile_loop, numba_module
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -69,7 +69,7 @@ def widened(values: Array) -> Array:
 # into place. In every other dtype these are the operands and places themselves, without a copy.
 
 
-def wide_dtype(array: Array) -> np.dtype[Any]:
+def wide_dtype(array: Array) -> DType:
     """Return the dtype in which a layer computes with ``array``: float32 for bfloat16."""
     return np.dtype(np.float32) if is_bfloat16(array) else np.dtype(array.dtype)
 

@@ -11,13 +11,13 @@ import re
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from mpishard.base.arrays import (
     NAMESPACES,
     Array,
+    DType,
     Namespace,
     beside,
     copy_into,
@@ -162,7 +162,7 @@ class Device:
         copy_into(copy, array)
         return copy
 
-    def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:
+    def pinned(self, length: int, dtype: DType) -> Array:
         """Allocate host memory, shape (length,), that the GPU reads and writes at full speed."""
         if not self.is_gpu:
             return np.empty(length, dtype)

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
-from mpishard.base import Array, MissingMemberError
+from mpishard.base import Array, DType, MissingMemberError
 
 
 class LayerCategory(StrEnum):
@@ -145,7 +143,7 @@ class ILayeredModel(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The one dtype of parameters and activations."""
 
     def check_input(self, x: Array) -> None:

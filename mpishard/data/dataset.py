@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import Array, Namespace, array_namespace, as_count, as_integer, require_plain
 
@@ -88,9 +89,9 @@ class TokenWindows:
         """(number of windows, context_length)."""
         return len(self), self.context_length
 
-    def __getitem__(self, indices: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def __getitem__(self, indices: Any) -> npt.NDArray[np.int64]:
         """Return windows as a new int64 array, shape (n, context_length), for n indices."""
-        windows: np.ndarray[Any, np.dtype[np.int64]] = self._windows[indices].astype(np.int64)
+        windows: npt.NDArray[np.int64] = self._windows[indices].astype(np.int64)
         return windows
 
     def __repr__(self) -> str:

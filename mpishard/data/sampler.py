@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import LeafLayout, ShardLayout, as_count, as_index, as_integer, take_plain_fields
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+Indices = npt.NDArray[np.int64]
 
 
 def order_of(length: int, name: str, *, shuffle: bool) -> Indices:

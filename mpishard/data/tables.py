@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from mpishard.base import Array, optional_package
+from mpishard.base import Array, DType, optional_package
 
-Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Rows = npt.NDArray[np.integer[Any]]
 
 
 class Column:
@@ -209,7 +210,7 @@ class ParquetColumns:
         return f"ParquetColumns({self.filename}, {self._columns}, shape={self.shape})"
 
 
-def _dtype_of(types: Sequence[Any]) -> np.dtype[Any]:
+def _dtype_of(types: Sequence[Any]) -> DType:
     """Return NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
     elements = (getattr(each, "value_type", each) for each in types)
     return np.result_type(*(each.to_pandas_dtype() for each in elements))

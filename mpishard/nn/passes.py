@@ -19,6 +19,7 @@ from mpishard.base import (
     BFLOAT16,
     NAMESPACES,
     Array,
+    DType,
     chunks,
     compile_loop,
     is_bfloat16,
@@ -63,7 +64,7 @@ def bits(array: Array) -> Array:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
-def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., None] | None:
+def _compile(loop: Callable[..., None], dtype: DType) -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None or dtype not in _DTYPES:
         return None

@@ -328,9 +328,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     return [float(s) for s in np.median(seconds[1:], axis=0)]
 
 
-def _measure(
-    model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: np.ndarray[Any, Any]
-) -> None:
+def _measure(model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: Array) -> None:
     """Run one forward and backward pass, and add its times to ``seconds``."""
     context = Context(seed=model.seed)
     saved = []

@@ -252,7 +252,7 @@ def slice_of(spec: ParameterSpec, boxes: tuple[Box, ...]) -> ParameterSpec:
     first, *others = (box_shape(box) for box in boxes)
     shape = (first[0] + sum(other[0] for other in others), *first[1:])
 
-    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> Array:
         # The whole parameter is made and then cut, so that values do not depend on the world size.
         full = spec.initializer(generator, spec.shape)
         parts = [full[tuple(slice(low, high) for low, high in box)] for box in boxes]

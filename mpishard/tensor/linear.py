@@ -150,7 +150,7 @@ class SplitLinear(TensorParallelLayer):
             for name, spec in self._whole.items()
         }
 
-    def _checked(self, name: str, array: Array) -> np.ndarray[Any, Any]:
+    def _checked(self, name: str, array: Array) -> Array:
         owner = f"{type(self).__name__}({self.input_size}, {self.output_size})"
         spec = self._whole.get(name)
         if spec is None:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from mpishard.base import NAMESPACES, Array, require_type, wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
@@ -232,9 +230,9 @@ class TensorParallelDropout(SplitLayer):
         leading = x.shape[1:-1]
         stream = MaskStream(context, math.prod(leading) * size, self.dropout.rate)
 
-        def next_masks(samples: int) -> np.ndarray[Any, Any]:
+        def next_masks(samples: int) -> Array:
             whole = stream.next_masks(samples).reshape(samples, *leading, size)
-            own: np.ndarray[Any, Any] = self.split.take(whole, rank)
+            own: Array = self.split.take(whole, rank)
             return own.reshape(samples, math.prod(x.shape[1:]))
 
         return self.dropout.mask(x, next_masks)

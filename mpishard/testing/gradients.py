@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import as_amount, as_count, as_integer, require_type
+from mpishard.base import Array, as_amount, as_count, as_integer, require_type
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
 
-_Vector = np.ndarray[Any, Any]
+_Vector = Array
 
 # The error of a parameter with tiny derivatives is taken relative to this fraction of the model's
 # largest derivative. Otherwise the rounding of the loss would count as an error of the gradient.

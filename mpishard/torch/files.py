@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpishard import checkpoint
-from mpishard.base import Array, as_integer, settings
+from mpishard.base import Array, DType, as_integer, settings
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (
@@ -147,7 +147,7 @@ class _ModelView:
         return self._owner.layout.subject
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def checkpoint_dtype(self) -> DType:
         return self._owner.layout.dtype
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
@@ -301,7 +301,7 @@ class _OptimizerView:
                 flat = value.detach().reshape(-1).numpy()
                 yield start, flat[start - part.start : stop - part.start]
 
-    def expect(self, kinds: Mapping[str, np.dtype[Any]]) -> None:
+    def expect(self, kinds: Mapping[str, DType]) -> None:
         """Allocate this rank's parts of the states that a checkpoint has.
 
         An optimizer of PyTorch makes its states at its first step. Until then only the checkpoint

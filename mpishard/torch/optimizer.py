@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.base import ShardingError, settings
+from mpishard.base import Array, ShardingError, settings
 from mpishard.communication import CommunicationBackend, called_as, differences
 from mpishard.observe import span
 from mpishard.optimizers import (
@@ -226,9 +226,9 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
 
 
-def _flat(tensor: Any) -> np.ndarray[Any, Any]:
+def _flat(tensor: Any) -> Array:
     """Return the elements of a contiguous tensor as a vector in the same memory."""
-    values: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
+    values: Array = tensor.detach().reshape(-1).numpy()
     return values
 
 

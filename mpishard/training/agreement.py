@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import Array
 from mpishard.callbacks import names_of
@@ -103,7 +104,7 @@ def _check_first(
         program.predict(None, first[0])  # type: ignore[arg-type]
 
 
-def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Array:
+def _take_first(samples: Any, name: str, indices: npt.NDArray[np.int64]) -> Array:
     try:
         taken: Array = take(samples, indices)
     except Exception as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import Array, ShardLayout, to_host
 from mpishard.communication import CommunicationBackend
@@ -18,7 +19,7 @@ from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_ar
 from mpishard.models import ShardedModelBase, measured
 from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, parts_of
 
-Moments = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
+Moments = tuple[Array, Array, Array]
 
 
 @dataclass
@@ -44,8 +45,8 @@ class DatasetResult:
     x: Any = field(repr=False)
     y: Any = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
-    predictions: np.ndarray[Any, Any] | None = field(default=None, repr=False)
-    indices: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False)
+    predictions: Array | None = field(default=None, repr=False)
+    indices: npt.NDArray[np.int64] | None = field(default=None, repr=False)
 
 
 def evaluate(
@@ -83,8 +84,8 @@ def evaluate(
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves, subject = engine.leaves, engine.layout.subject
     sums = np.zeros((1 if leaves is None else leaves.micro_steps, 2))
-    outputs: list[np.ndarray[Any, Any]] = []
-    seen: list[np.ndarray[Any, Any]] = []
+    outputs: list[Array] = []
+    seen: list[Array] = []
     with Batches(
         x,
         y,

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, array_namespace, check_path
+from mpishard.base import Array, CheckpointError, DType, array_namespace, check_path
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
@@ -61,7 +61,7 @@ class SharedRegion:
             last = last * (stop - start) + high - 1 - start
         return slice(self.source_start + first, self.source_start + last + 1)
 
-    def copy(self, values: np.ndarray[Any, Any], out: Array) -> None:
+    def copy(self, values: Array, out: Array) -> None:
         """Copy the elements from the stored values to the requested ones.
 
         Parameters
@@ -197,9 +197,7 @@ class CheckpointReader:
         for shared, values in self.verified(kind, region):
             shared.copy(values, out)
 
-    def verified(
-        self, kind: str, region: Region
-    ) -> Iterator[tuple[SharedRegion, np.ndarray[Any, Any]]]:
+    def verified(self, kind: str, region: Region) -> Iterator[tuple[SharedRegion, Array]]:
         """Compare the checksums of what `read` would copy, and yield it, piece by piece.
 
         Yields
@@ -221,7 +219,7 @@ class CheckpointReader:
                 file = self._open(piece.file)
                 yield shared, file.values(piece, record.dtype, shared.source_span, kind)
 
-    def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
+    def read_whole(self, kind: str, entry: ParameterEntry) -> Array:
         """Return a new array of a parameter's shape, filled by `read`."""
         flat = np.empty(entry.size, self._manifest.arrays[kind].dtype)
         if flat.size:
@@ -271,7 +269,7 @@ class CheckpointReader:
         missing = (e.name for e in parameters if not e.trainable and e.name not in self._shapes)
         return frozenset(missing)
 
-    def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
+    def require(self, parameters: Sequence[ParameterEntry], dtype: DType) -> None:
         """Refuse a model that the checkpoint does not fit.
 
         Parameters

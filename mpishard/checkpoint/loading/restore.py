@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from mpishard.base import Array, CheckpointError, check_path
 from mpishard.checkpoint.format.content import (
     Checkpointable,
@@ -39,7 +37,7 @@ from mpishard.communication import (
 T = TypeVar("T")
 
 # The common part of a stored and a wanted region, the stored values, and those to be filled.
-_Copy = tuple[SharedRegion, np.ndarray[Any, Any], Array]
+_Copy = tuple[SharedRegion, Array, Array]
 
 _log = logging.getLogger("mpishard")
 

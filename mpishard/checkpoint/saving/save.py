@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import (
+    Array,
     CheckpointError,
+    DType,
     as_count,
     check_path,
     is_device_array,
@@ -64,7 +66,7 @@ _YIELD_SECONDS = 0.001
 _NO_ROOM = "there is not enough room"
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
+HostPieces = dict[str, list[tuple[Region, Array]]]
 
 
 def save(
@@ -241,7 +243,7 @@ def write_checkpoint(
     path: str | os.PathLike[str],
     backend: CommunicationBackend | None,
     parameters: Sequence[ParameterEntry],
-    dtype: np.dtype[Any],
+    dtype: DType,
     arrays: Pieces,
     metadata: Mapping[str, Any],
 ) -> None:
@@ -298,7 +300,7 @@ class Content:
     """
 
     parameters: Sequence[ParameterEntry]
-    dtype: np.dtype[Any]
+    dtype: DType
     arrays: Pieces
     metadata: Mapping[str, Any]
 

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from mpishard.base import (
     Array,
     CommunicationError,
+    DType,
     MpishardError,
     NotInitializedError,
     address,
@@ -1072,7 +1073,7 @@ class CommunicationBackend(ITransport):
         steps = self._take(source_rank, count, tag, expected)
         return self._begin(steps, source_rank, tag)
 
-    def _take(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
+    def _take(self, source: int, count: int, tag: int, dtype: DType | None) -> Steps:
         """Return the next message after those that earlier receives of (source, tag) take."""
         receives, turn = self._receives, object()
         line = receives.setdefault((source, tag), deque())

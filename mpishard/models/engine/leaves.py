@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.base import Array, LeafLayout, Scalar, ShardLayout, block_squares, read_numbers
+from mpishard.base import Array, DType, LeafLayout, Scalar, ShardLayout, block_squares, read_numbers
 from mpishard.communication import (
     CommunicationBackend,
     ReductionOperation,
@@ -128,7 +128,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
         )
 
 
-def warn_of_other_bits(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
+def warn_of_other_bits(config: ShardingConfiguration, dtype: DType) -> None:
     """Warn of idle ranks, different kernels and several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = _fingerprint(dtype)
@@ -163,7 +163,7 @@ def warn_of_other_bits(config: ShardingConfiguration, dtype: np.dtype[Any]) -> N
         )
 
 
-def _fingerprint(dtype: np.dtype[Any]) -> dict[str, str]:
+def _fingerprint(dtype: DType) -> dict[str, str]:
     """Return versions, kernels and threads on which the bits of a model in this dtype depend."""
     found = numerics_fingerprint()
     if dtype == np.float64:  # layers have no compiled loops for it, and rules the bits of NumPy
@@ -192,7 +192,7 @@ class GradientLeaves:
     """
 
     def __init__(
-        self, config: ShardingConfiguration, axis: CommunicationBackend, dtype: np.dtype[Any]
+        self, config: ShardingConfiguration, axis: CommunicationBackend, dtype: DType
     ) -> None:
         assert config.gradient_leaves is not None
         self.count = config.gradient_leaves

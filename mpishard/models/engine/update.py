@@ -236,11 +236,11 @@ class Round:
 
     def totals(
         self,
-        message: Sequence[float] | np.ndarray[Any, Any],
+        message: Sequence[float] | Array,
         own_loss: float | Array,
         settings: Mapping[str, Any],
         step: int,
-        fold: Callable[[np.ndarray[Any, Any]], Iterable[float]] = tuple,
+        fold: Callable[[Array], Iterable[float]] = tuple,
     ) -> tuple[float, float, float]:
         """Return the sums over ranks of [loss sum, weight, squared norm]. Collective.
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
-
-from mpishard.base import Array
+from mpishard.base import Array, DType
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.nn import Context, GradientTargets, Layer, products_in
@@ -73,7 +71,7 @@ class LocalLayers:
     layers: Sequence[LocalLayer]
     entries: Sequence[ParameterEntry]
     units: tuple[Unit, ...]
-    dtype: np.dtype[Any]
+    dtype: DType
 
     def units_of(self, layer: int) -> tuple[Unit, ...]:
         """Return the units that a layer uses, in order: also those of parameters it is tied to."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, MissingLossError, MissingMemberError, Scalar, ShardingError
+from mpishard.base import Array, DType, MissingLossError, MissingMemberError, Scalar, ShardingError
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
@@ -50,7 +50,7 @@ class IPlaceableModel(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The one dtype of the parameters."""
 
     def obstacle_to_bfloat16(self) -> str | None:

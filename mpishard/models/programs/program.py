@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from mpishard.base import (
     HOST,
     Array,
     Data,
     Device,
+    DType,
     MissingMemberError,
     Scalar,
     as_loss,
@@ -190,7 +189,7 @@ class Program(ABC):
     vector: ModelVector
     units: tuple[Unit, ...]
     kept: frozenset[int]
-    dtype: np.dtype[Any]
+    dtype: DType
     entries: tuple[ParameterEntry, ...]
     device: Device = HOST
     needs_whole_parameters: ClassVar[bool] = False

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base import HOST, Array, Device, ShardLayout
+from mpishard.base import HOST, Array, Device, DType, ShardLayout
 from mpishard.communication import Arena, CommunicationBackend, unit_subject
 from mpishard.observe import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
@@ -17,7 +16,7 @@ from mpishard.sharding import Piece, Unit, owned_pieces
 _LINE_BYTES = 64
 
 
-def aligned(length: int, dtype: np.dtype[Any]) -> int:
+def aligned(length: int, dtype: DType) -> int:
     """Return ``length``, rounded up so that the next vector begins on a cache line of its own."""
     line = max(1, _LINE_BYTES // dtype.itemsize)
     return -(-length // line) * line
@@ -53,7 +52,7 @@ class StoreLayout:
 
     units: tuple[Unit, ...]
     kept: frozenset[int]
-    dtype: np.dtype[Any]
+    dtype: DType
     backend: CommunicationBackend
     ledger: MemoryLedger
     arena: bool = True

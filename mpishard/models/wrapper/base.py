@@ -12,10 +12,12 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard import checkpoint
 from mpishard.base import (
     Array,
+    DType,
     LeafLayout,
     MissingMemberError,
     ShardingError,
@@ -269,7 +271,7 @@ class ShardedModelBase(IShardedModel):
         leaves = self.engine.leaves
         return None if leaves is None else leaves.count
 
-    def batch_indices(self, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def batch_indices(self, samples: int) -> npt.NDArray[np.int64]:
         """Return the indices in a global batch of the samples that this rank passes to a step.
 
         They are consecutive, or with ``gradient_leaves`` those of the rank's leaves, end to end.
@@ -311,7 +313,7 @@ class ShardedModelBase(IShardedModel):
         return self.engine.placement.entries
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The dtype of the flat vector."""
         return self.engine.layout.dtype
 
@@ -801,7 +803,7 @@ class ShardedModelBase(IShardedModel):
         return self.engine.layout.subject
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def checkpoint_dtype(self) -> DType:
         """Dtype of the arrays in files."""
         return self.dtype
 
@@ -889,7 +891,7 @@ class ShardedModelBase(IShardedModel):
         seed: int = 0,
         top_k: int | None = None,
         slide: int = 1,
-    ) -> np.ndarray[Any, Any]:
+    ) -> Array:
         """Continue a sequence of tokens, as `mpishard.nn.GPT.generate`. Collective.
 
         Every rank passes the same arguments and gets the same tokens. Keys and values are kept

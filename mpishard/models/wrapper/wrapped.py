@@ -70,7 +70,7 @@ def generate_tokens(
     seed: int,
     top_k: int | None,
     slide: int,
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """Continue a sequence of tokens, computed by ``engine``. Collective."""
     if not isinstance(model, GPT):
         raise MissingMemberError(f"{type(model).__name__} has no generate")

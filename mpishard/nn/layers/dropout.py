@@ -86,9 +86,7 @@ class Dropout(Layer):
         y_BE, mask_BE = device_passes.dropout(x_BE, 1.0 / (1.0 - self.rate), **stream.state())
         return y_BE.reshape(x.shape), mask_BE
 
-    def mask(
-        self, x: Array, next_masks: Callable[[int], np.ndarray[Any, Any]]
-    ) -> tuple[Array, Any]:
+    def mask(self, x: Array, next_masks: Callable[[int], Array]) -> tuple[Array, Any]:
         """Do what `forward` does in training, with given masks.
 
         Parameters
@@ -178,17 +176,17 @@ class MaskStream:
             "skipped": self._words.start,
         }
 
-    def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
+    def next_masks(self, samples: int) -> Array:
         """Return the masks of the next samples, a bool array (samples, elements of the part)."""
         if self._counts_between:
             # The generator skips the words between two samples' parts, so that each is a call.
             words = np.stack([self._next_words(1) for _ in range(samples)])
         else:
             words = self._next_words(samples).reshape(samples, -1)
-        masks: np.ndarray[Any, Any] = words[:, self._words] >= self._threshold
+        masks: Array = words[:, self._words] >= self._threshold
         return masks
 
-    def _next_words(self, samples: int) -> np.ndarray[Any, Any]:
+    def _next_words(self, samples: int) -> Array:
         """Return the words of ``samples`` samples end to end, and advance to the next sample."""
         words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
         if self._counts_between:

@@ -21,7 +21,7 @@ from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry
 
-Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], Array]
 """``initializer(generator, shape)`` returns a float64 array of that shape."""
 
 Parameters = Mapping[str, Any]

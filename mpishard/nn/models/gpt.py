@@ -160,7 +160,7 @@ class GPT(Model):
         seed: int = 0,
         top_k: int | None = None,
         slide: int = 1,
-    ) -> np.ndarray[Any, Any]:
+    ) -> Array:
         """Continue a sequence of tokens, each drawn from the model's prediction of the next.
 
         Keys and values of earlier tokens are kept while the sequence fits in the context. See
@@ -237,7 +237,7 @@ def _block(
 
 
 def generate(
-    forward_logits: Callable[[np.ndarray[Any, Any], KeyValueCache], Array],
+    forward_logits: Callable[[Array, KeyValueCache], Array],
     prompt: Any,
     length: int,
     *,
@@ -247,7 +247,7 @@ def generate(
     seed: int = 0,
     top_k: int | None = None,
     slide: int = 1,
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """Continue a sequence of tokens with logits from any function.
 
     The prompt is read at once, then each new token alone, with the keys and values of all earlier
@@ -328,9 +328,9 @@ def check_drawing(length: int, temperature: float, top_k: int | None, vocabulary
         raise ValueError(f"top_k must be in [1, {vocabulary_size}], got {top_k}")
 
 
-def checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
+def checked_prompt(prompt: Any, vocabulary_size: int) -> Array:
     """Return the prompt as an array, or raise a ValueError with the reason."""
-    tokens: np.ndarray[Any, Any] = np.asarray(prompt)
+    tokens: Array = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise ValueError(
             "prompt must be a 1-D array of at least one integer, got "

@@ -110,7 +110,7 @@ class LinearModel(Model):
         self._features["linear"].active = tuple(indices)
 
     @property
-    def feature_spread(self) -> np.ndarray[Any, Any]:
+    def feature_spread(self) -> Array:
         """Standard deviation of each feature over the data, shape (F,), in the features' units.
 
         `get_feature_importance` multiplies by it. It is 1 until ``model.feature_spread =
@@ -123,7 +123,7 @@ class LinearModel(Model):
         array_namespace(spread)
         self._spread = self._checked_spread(to_host(spread))
 
-    def _checked_spread(self, spread: Any) -> np.ndarray[Any, Any]:
+    def _checked_spread(self, spread: Any) -> Array:
         values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
             raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
@@ -144,7 +144,7 @@ class LinearModel(Model):
         importance_F = sizes_OF.mean(axis=0, dtype=np.float64) * self._spread * active_F
         return dict(zip(self.feature_names, importance_F.tolist(), strict=True))
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the part of the coefficients that predictions depend on: by default all."""
         return weight_OF
 
@@ -172,7 +172,7 @@ class LinearModel(Model):
         super().take_choices(choices)
         self._spread = self._spread_of(choices)
 
-    def _spread_of(self, choices: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    def _spread_of(self, choices: Mapping[str, Any]) -> Array:
         return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 
@@ -283,7 +283,7 @@ class LogisticRegression(LinearModel):
             return Softmax().forward({}, logits, Context(training=False))[0]
         return NAMESPACES[type(logits)].concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the coefficients minus their mean over the classes, which softmax cancels."""
         return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF
 

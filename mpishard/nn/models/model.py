@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     Device,
+    DType,
     MissingLossError,
     StructureOnlyError,
     array_namespace,
@@ -157,8 +158,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self._table.length
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = self._dtype
+    def dtype(self) -> DType:
+        dtype: DType = self._dtype
         return dtype
 
     @property

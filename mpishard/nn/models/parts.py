@@ -16,6 +16,7 @@ from mpishard.base import (
     NAMESPACES,
     Array,
     Device,
+    DType,
     as_loss,
     copy_into,
     lies_on_device,
@@ -47,7 +48,7 @@ class ParameterVector:
     """
 
     length: int
-    dtype: np.dtype[Any]
+    dtype: DType
     initialize: Callable[[int, Array], None]
     values: Array | None = None
     device: Device = HOST

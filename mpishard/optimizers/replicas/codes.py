@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.base import Array
+from mpishard.base import Array, DType
 
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
@@ -103,7 +103,7 @@ class Int8(Code):
 class Rounded(Code):
     """Each element, rounded to the nearest of a shorter dtype."""
 
-    dtype: np.dtype[np.generic]
+    dtype: DType
 
     def wire_bytes(self, length: int, itemsize: int) -> int:
         return length * self.dtype.itemsize
