@@ -11,12 +11,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from mpishard.base import Array, ShardLayout, check_name
 
 _DENSE_WORLDS = 8  # up to it, every number of ranks reproduces
 _start, _stop = attrgetter("start"), attrgetter("stop")
+
+
+class ParameterDescription(Protocol):
+    """The facts about a parameter that a layer declares, or another program's module has."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes of its dims."""
+
+    @property
+    def tied_to(self) -> str | None:
+        """Name of the parameter whose values it shares; None for values of its own."""
+
+    @property
+    def trainable(self) -> bool:
+        """False if training leaves it as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +76,9 @@ class ParameterTable:
 
     Parameters
     ----------
-    parameters : iterable of (str, spec)
-        Dotted name and description (``shape``, ``tied_to``, ``trainable``) of each parameter, in
-        order. One that is tied to another adds no entry: its name stands for the other's.
+    parameters : iterable of (str, ParameterDescription)
+        Dotted name and description of each parameter, in order. One that is tied to another adds
+        no entry: its name stands for the other's.
 
     Raises
     ------
@@ -78,7 +94,7 @@ class ParameterTable:
         Length of the flat vector.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, ParameterDescription]]) -> None:
         entries: dict[str, ParameterEntry] = {}
         ties: dict[str, tuple[str, tuple[int, ...]]] = {}
         start = 0
@@ -146,7 +162,7 @@ def nested_views(
     return nested({name: find(entry).reshape(entry.shape) for name, entry in entries.items()})
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Return values by dotted name as nested dicts.
 
     Examples

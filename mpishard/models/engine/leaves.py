@@ -14,11 +14,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpishard.base import Array, DType, LeafLayout, Scalar, ShardLayout, block_squares, read_numbers
+from mpishard.base import (
+    Array,
+    Data,
+    DType,
+    LeafLayout,
+    Scalar,
+    ShardLayout,
+    block_squares,
+    read_numbers,
+)
 from mpishard.communication import (
     CommunicationBackend,
     ReductionOperation,
@@ -207,7 +216,7 @@ class GradientLeaves:
         self._norm_index: dict[int, int] = {}
         self._own: list[int] = []
 
-    def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
+    def cut(self, x: Data, y: Data, sample_start: int | None) -> list[tuple[Data, Data, int]]:
         """Return inputs, targets and first sample's index of this rank's leaves. Collective.
 
         Parameters
@@ -354,7 +363,12 @@ class LeafPasses(Passes):
         _check_choices(self.leaves.count, engine.config)
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: Data,
+        y: Data,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         batches = self.leaves.cut(x, y, sample_start)
         for number, (inputs, targets, start) in enumerate(batches, start=1):
@@ -369,7 +383,7 @@ class LeafPasses(Passes):
             "put those modules in eval mode, replace them, or give gradient_leaves=None",
         )
 
-    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Sums:
+    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, object]) -> Sums:
         round_, counted = engine.round, self.store.owned(engine.pieces.counted)
         message = self.leaves.message(round_.parts, counted)
         return round_.totals(message, loss, settings, engine.step_number + 1, self.leaves.fold)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpishard.base import Array, NoSampleError, read_numbers
+from mpishard.base import Array, Data, NoSampleError, read_numbers
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
@@ -105,7 +105,12 @@ class Passes:
         engine.replicas.require_equal("a synchronised step")
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: Data,
+        y: Data,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         """Return the gradient of a checked batch: see `Engine.gradient`."""
         round_ = engine.round
@@ -119,7 +124,7 @@ class Passes:
         return Reduced((), StepReport(engine.mean(total, total_weight), total_weight, None))
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: Data, y: Data, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         """Run a pass that adds to the round, and in the last one reduces; return loss and weight.
 
@@ -132,7 +137,9 @@ class Passes:
         round_.add(*own, engine.program.used or ())
         return own
 
-    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
+    ) -> Reduced:
         """Return the gradients of the store, with the sums over all ranks. Collective.
 
         ``loss`` is this rank's in the last pass, for the error if it is not finite.
@@ -154,7 +161,7 @@ class Passes:
         """Hook: the passes have changed the model's state besides parameters."""
 
     def totals(
-        self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
     ) -> tuple[float, float, float]:
         """Return sums over all ranks: of losses, of weights, and the gradient's squares."""
         round_ = engine.round
@@ -190,7 +197,12 @@ class OwnPasses(Passes):
             engine.passes.require(engine)  # which refuses it
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: Data,
+        y: Data,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         round_ = engine.round
         if sample_start is None:

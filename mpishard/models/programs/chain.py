@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from mpishard.base import Array, DType
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn import Context, GradientTargets, Layer, products_in
+from mpishard.nn import Context, GradientTargets, Layer, Parameters, products_in
 from mpishard.sharding import ParameterEntry, Unit, nested_views, unit_at
 
 Reduce = Callable[[Unit], None]
@@ -116,7 +116,7 @@ class _Group:
     begun: tuple[Unit, ...]
     """Units that no earlier group uses: backward has finished with them after this group."""
     buffers: list[Array] = field(default_factory=list)
-    views: dict[int, dict[str, Any]] = field(default_factory=dict)
+    views: dict[int, Parameters] = field(default_factory=dict)
     """Parameters of each layer, as views of ``buffers``; made again when the buffers change."""
 
     def arrays(self, buffers: Mapping[int, Array]) -> dict[ParameterEntry, Array]:
@@ -267,9 +267,9 @@ class LayerChain:
     @_in_precision
     def forward(
         self, parameters: ParameterStore, x: Array, context: Context
-    ) -> tuple[Array, list[Any]]:
+    ) -> tuple[Array, list[object]]:
         """Return the output, and the saved activations: one for each layer, or for a segment."""
-        activations: list[Any] = []
+        activations: list[object] = []
         return self._forward(self._forward_plan, parameters, x, context, activations), activations
 
     def _forward(
@@ -278,7 +278,7 @@ class LayerChain:
         parameters: ParameterStore,
         x: Array,
         context: Context,
-        activations: list[Any],
+        activations: list[object],
         *,
         again: bool = False,
     ) -> Array:
@@ -318,12 +318,12 @@ class LayerChain:
         self,
         parameters: ParameterStore,
         gradients: GradientStore,
-        activations: list[Any],
+        activations: list[object],
         dy: Array,
         reduce: Reduce,
         *,
         needs_input_gradient: bool,
-        pending: list[Any] | None = None,
+        pending: list[object] | None = None,
     ) -> Array | None:
         """Run both halves of backward by layer; call ``reduce`` with each unit that is complete.
 
@@ -337,7 +337,7 @@ class LayerChain:
         unwritten: set[str] = set()
         first = self._range.start if needs_input_gradient else self._first_trained
         for group in reversed(self._groups):
-            views: dict[int, Any] = {}
+            views: dict[int, Parameters] = {}
             for index in reversed(range(max(first, group.layers.start), group.layers.stop)):
                 if isinstance(activations[-1], _SegmentInput):
                     self._recompute(activations, parameters, first)
@@ -377,7 +377,9 @@ class LayerChain:
         return dx
 
     @_in_precision
-    def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:
+    def backward_weight(
+        self, gradients: GradientStore, pending: list[object], reduce: Reduce
+    ) -> None:
         """Run the other half, last layer first; ``reduce`` as in `backward`."""
         unwritten: set[str] = set()
         waiting = pending[::-1]
@@ -398,9 +400,10 @@ class LayerChain:
                 if unit.index not in self._without_gradient:
                     reduce(unit)
 
-    def _recompute(self, activations: list[Any], parameters: ParameterStore, first: int) -> None:
+    def _recompute(self, activations: list[object], parameters: ParameterStore, first: int) -> None:
         """Run the last segment's forward again, and save in its place what its layers save."""
-        saved: _SegmentInput = activations.pop()
+        saved = activations.pop()
+        assert isinstance(saved, _SegmentInput)
         layers = saved.layers
         # A segment consists of whole groups, because its range is part of their key.
         groups = [group for group in self._groups if group.segment == layers]
@@ -414,7 +417,7 @@ class LayerChain:
         plan = self._plan(groups, upcoming, unsharded, keep)
         self._forward(plan, parameters, saved.x, saved.context, activations, again=True)
 
-    def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:
+    def _back_from(self, index: int, activations: Sequence[object], first: int) -> Iterator[int]:
         """Yield the layers that backward computes after ``index``, in its order.
 
         A segment that is computed again yields its layers in forward order, and is the last:
@@ -434,7 +437,7 @@ class LayerChain:
 
     def _open(
         self, group: _Group, parameters: ParameterStore, following: Unit | None
-    ) -> dict[int, dict[str, Any]]:
+    ) -> dict[int, Parameters]:
         """Return the parameters of a group's layers, and begin to fetch the next unit."""
         if group.views and parameters.is_whole:
             return group.views

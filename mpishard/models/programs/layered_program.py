@@ -10,6 +10,7 @@ import numpy as np
 from mpishard.base import (
     HOST,
     Array,
+    Data,
     MissingLossError,
     Scalar,
     require_plain,
@@ -99,10 +100,10 @@ class LayeredProgram(Program):
         for chain in self.chains:
             chain.freeze(names, self.frozen_units)
 
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> dict[str, object]:
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
         layers = {"number of layers": len(self._model.layers)}
-        return layers | super().structure() | settings_of(self._model) | choices
+        return {**layers, **super().structure(), **settings_of(self._model), **choices}
 
     def distribute_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
@@ -110,11 +111,11 @@ class LayeredProgram(Program):
             # world size.
             self.seed = int(backend.broadcast(np.array([self.seed]))[0])
 
-    def check(self, x: Any) -> Array:
+    def check(self, x: Data) -> Array:
         self._output_shape(x)
         return self._model.as_input(x)
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Array, Array]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Array, Array]:
         shape = self._output_shape(x)
         require_plain(y)
         if loss is None:
@@ -135,7 +136,7 @@ class LayeredProgram(Program):
             loss.check_target((len(x), *shape), y)
         return inputs, map_arrays(self._put, y)
 
-    def _output_shape(self, x: Any) -> tuple[int, ...]:
+    def _output_shape(self, x: Data) -> tuple[int, ...]:
         """Return the shape of a sample's output. Layers refuse inputs of wrong shapes."""
         require_plain(x)
         shape = getattr(x, "shape", None)
@@ -221,7 +222,7 @@ def settings_of(model: ILayeredModel) -> dict[str, str]:
     Ranks compare them, because shapes do not show a rate, a number of heads or a loss. Of classes
     outside `mpishard.nn` only the names count: an attribute of theirs may belong to one rank.
     """
-    parts: dict[str, Any] = {f"layer {k}": layer for k, layer in enumerate(model.layers)}
+    parts: dict[str, object] = {f"layer {k}": layer for k, layer in enumerate(model.layers)}
     parts["loss"] = getattr(model, "default_loss_function", None)
     return {key: text for name, part in parts.items() for key, text in _settings(name, part)}
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import BFLOAT16, Array, Scalar, ShardLayout, is_device_array
+from mpishard.base import BFLOAT16, Array, Data, Scalar, ShardLayout, is_device_array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel
-from mpishard.models.programs.chain import LayerChain
+from mpishard.models.programs.chain import LayerChain, Reduce
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Batch, unread_loss
@@ -161,11 +160,11 @@ class MeshProgram(LayeredProgram):
 
     # ------------------------------------------------------------------------------- computing
 
-    def check_next(self, x: Any) -> Array:
+    def check_next(self, x: Data) -> Array:
         super()._output_shape(x)  # of any length: see `predict_next`
         return self._model.as_input(x)
 
-    def _output_shape(self, x: Any) -> tuple[int, ...]:
+    def _output_shape(self, x: Data) -> tuple[int, ...]:
         shape = super()._output_shape(x)
         ranks = self.mesh.tensor_size
         if self.choices.sequence_parallel and x.shape[1] % ranks:
@@ -290,8 +289,8 @@ class StageRun(IPipelineStage):
         self._gradients = gradients
         self._batch = batch
         self._rows = ShardLayout(len(batch.x), micro_batches or program.micro_batch_count)
-        self._activations: dict[tuple[int, int], Any] = {}
-        self._pending: dict[tuple[int, int], Any] = {}
+        self._activations: dict[tuple[int, int], list[object]] = {}
+        self._pending: dict[tuple[int, int], list[object]] = {}
         self._left = [self._rows.world_size] * len(self._chains)
         self.total: Scalar = 0.0
         self.weight: Scalar = 0.0
@@ -354,13 +353,13 @@ class StageRun(IPipelineStage):
     def backward_input(
         self, virtual_stage: int, micro_batch: int, dy: Array | None
     ) -> Array | None:
-        pending: list[Any] = []
+        pending: list[object] = []
         dx = self._backward(virtual_stage, micro_batch, dy, pending)
         self._pending[virtual_stage, micro_batch] = pending
         return dx
 
     def _backward(
-        self, virtual_stage: int, micro_batch: int, dy: Array | None, pending: list[Any] | None
+        self, virtual_stage: int, micro_batch: int, dy: Array | None, pending: list[object] | None
     ) -> Array | None:
         key = virtual_stage, micro_batch
         if dy is None:  # the model's last stage begins with the loss
@@ -386,7 +385,7 @@ class StageRun(IPipelineStage):
         self._chains[virtual_stage].backward_weight(self._gradients, pending, reduce)
         self._left[virtual_stage] -= 1
 
-    def _reducer(self, virtual_stage: int) -> Any:
+    def _reducer(self, virtual_stage: int) -> Reduce:
         """Return a function that reduces a unit when its gradient is complete."""
         gradients = self._gradients
         assert gradients is not None

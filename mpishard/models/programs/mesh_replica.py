@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import ShardingError, to_host
+from mpishard.base import Data, ShardingError, to_host
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.data import Samples
 from mpishard.models.programs.program import Replica
@@ -52,7 +51,7 @@ class MeshReplica(Replica):
         return float(sums[0]), float(sums[1])
 
     def require_one_batch(
-        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+        self, call: str, x: Data, y: Data = None, *, everywhere: bool, subject: int
     ) -> None:
         mesh = self._mesh
         if mesh.model_size == 1 or (call == "predict" and not self._predicts_together):
@@ -98,7 +97,7 @@ class MeshReplica(Replica):
             )
 
 
-def _checksum(values: Any) -> int:
+def _checksum(values: Data) -> int:
     if isinstance(values, Samples):
         return zlib.crc32(repr([_checksum(array) for array in values.leaves()]).encode())
     dtype = getattr(values, "dtype", None)

@@ -78,7 +78,7 @@ class OpaqueProgram(WholeProgram):
         self.vector = ModelVector(Placement.whole(self.entries))
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> Any:
+    def check(self, x: Data) -> Data:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
@@ -169,7 +169,7 @@ class OpaqueProgram(WholeProgram):
         gradients.reduce(unit)
 
 
-def _member(model: Any, name: str) -> Any:
+def _member(model: object, name: str) -> Any:
     try:
         return getattr(model, name)
     except AttributeError:

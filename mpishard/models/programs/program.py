@@ -61,8 +61,8 @@ class Batch:
         Seed, step and samples, for random layers.
     """
 
-    x: Any
-    y: Any
+    x: Data
+    y: Data
     loss: ILossFunction | None
     context: Context
 
@@ -122,7 +122,7 @@ class Replica:
         return total, weight
 
     def require_one_batch(
-        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+        self, call: str, x: Data, y: Data = None, *, everywhere: bool, subject: int
     ) -> None:
         """Refuse calls and batches that differ between ranks that compute one. Collective.
 
@@ -230,11 +230,11 @@ class Program(ABC):
             return []
         return [entry.name for entry in self.entries if entry.name not in self.frozen]
 
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> dict[str, object]:
         """Return what must be the same on all ranks: name -> value, for JSON."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
         parameters = {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in self.entries}
-        return parameters | {"frozen parameters": sorted(self.frozen)} | units
+        return {**parameters, "frozen parameters": sorted(self.frozen), **units}
 
     # ------------------------------------------------------------------------------- parameters
 
@@ -294,15 +294,15 @@ class Program(ABC):
     # -------------------------------------------------------------------------------- computing
 
     @abstractmethod
-    def check(self, x: Any) -> Any:
+    def check(self, x: Data) -> Data:
         """Return inputs as `predict` takes them, or refuse them. Communicates nothing."""
 
-    def check_next(self, x: Any) -> Any:
+    def check_next(self, x: Data) -> Data:
         """Do as `check`, for the inputs of `predict_next`."""
         return self.check(x)
 
     @abstractmethod
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Data, Data]:
         """Return inputs and targets as `Batch` has them, or refuse. Communicates nothing."""
 
     @property
@@ -355,7 +355,7 @@ class WholeProgram(Program):
 
     needs_whole_parameters = True
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Data, Data]:
         self.check(x)
         require_plain(y)
         if y is not None and len(x) != len(y):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
 from mpishard.models.programs.chain import LocalLayer, LocalLayers
+from mpishard.nn import ParameterSpec
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import (
+    Box,
     LocalParameter,
     ParameterEntry,
+    ParameterTable,
     Placement,
     Unit,
     build_units,
@@ -89,7 +91,7 @@ class StageLayout:
     """
 
     def __init__(self, model: ILayeredModel, choices: MeshChoices, minimum_unit_size: int) -> None:
-        self._table: Any = model.parameter_table
+        self._table: ParameterTable = model.parameter_table
         self._mesh = mesh = choices.mesh
         self._minimum_unit_size = minimum_unit_size
         self._position = 0
@@ -182,7 +184,7 @@ class StageLayout:
             self._layers.append(LocalLayer(name, layer, entries, layer.is_random))
         return first, len(self._layers)
 
-    def _add_parameter(self, name: str, spec: Any, boxes: Any) -> None:
+    def _add_parameter(self, name: str, spec: ParameterSpec, boxes: Sequence[Box] | None) -> None:
         origin: ParameterEntry = self._table[name]
         entry = ParameterEntry(name, tuple(spec.shape), self._position, origin.trainable)
         self._position = entry.stop
@@ -204,7 +206,7 @@ class StageLayout:
 
 
 def _shared(
-    table: Any,
+    table: ParameterTable,
     names: Sequence[str],
     stages: Sequence[tuple[int, int]],
     stages_of_rank: Sequence[Sequence[int]],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,8 @@ ACCUMULATION = np.dtype(np.float32)
 """Dtype in which the ranks' bfloat16 contributions are summed."""
 
 _COMPRESSED = np.dtype(ml_dtypes.bfloat16)
+
+_GiveBack = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +461,9 @@ class ShardedGradients(GradientStore):
             return
         slot = self._open.pop(unit.index, None)
         carrier = self._deferred.pop(unit.index, slot)
-        loans: list[tuple[list[Any], Any]] = [] if slot is None else [(self._free, slot)]
+        loans: list[_GiveBack] = []
+        if slot is not None:
+            loans.append(partial(self._free.append, slot))
         compression, whole = self._compression, self._whole[unit.index]
         if compression is not None:
             while not compression.free:
@@ -469,7 +473,7 @@ class ShardedGradients(GradientStore):
             # The rounded copy travels, so that the next unit can use the full buffer at once.
             if slot is not None:
                 self._free.append(slot)
-            loans = [(compression.free, carrier)]
+            loans = [partial(compression.free.append, carrier)]
         # Later micro-batches add to the sum; the first one of a round replaces the last round's.
         adds = unit.index in self._reduced
         self._reduced.add(unit.index)
@@ -480,7 +484,7 @@ class ShardedGradients(GradientStore):
             is_direct &= not is_device_array(target) and target.dtype == ACCUMULATION
         if not is_direct:
             scratch = self._take_scratch(wide=compression is not None)
-            loans.append((self._scratch, scratch))
+            loans.append(partial(self._scratch.append, scratch))
             result = scratch[: target.size]
         assert carrier is not None
         work = carrier.reduce_into(result, whole, subject=self.layout.subjects[unit.index])
@@ -598,15 +602,15 @@ class _Reduction:
         object, or a buffer that is copied or added.
     adds : bool
         Whether the gradient is a sum, to which the result is added.
-    loans : sequence of (list, object)
-        Buffers that the reduction uses until its end, each with the list of free ones.
+    loans : sequence of callable
+        Each makes a buffer free again, which the reduction uses until its end.
     """
 
     work: Work
     target: Array
     result: Array
     adds: bool = False
-    loans: Sequence[tuple[list[Any], Any]] = ()
+    loans: Sequence[_GiveBack] = ()
 
     def finish(self) -> None:
         target = self.target
@@ -620,8 +624,8 @@ class _Reduction:
         self.give_back()
 
     def give_back(self) -> None:
-        for free, buffer in self.loans:
-            free.append(buffer)
+        for give_back in self.loans:
+            give_back()
 
 
 class CompressionBuffers:

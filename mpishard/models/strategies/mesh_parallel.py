@@ -21,6 +21,7 @@ from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
     MeshOptions,
+    Partition,
     axis_sizes,
     checked_mesh_options,
     idle_axes,
@@ -69,7 +70,7 @@ class MeshModel(ShardedModelBase):
         *,
         micro_batch_count: int = 1,
         schedule: IPipelineSchedule | str | None = None,
-        partition_strategy: Any = None,
+        partition_strategy: Partition | None = None,
         checkpoint_config: ActivationCheckpointConfig | None = None,
         sequence_parallel: bool = False,
         data_parallel_strategy: str = "zero1",
@@ -134,7 +135,7 @@ class MeshModel(ShardedModelBase):
         if self.rank == 0 and found:
             _log.warning("%r: %s", self, "; ".join(found))
 
-    def _shared_choices(self) -> dict[str, Any]:
+    def _shared_choices(self) -> dict[str, object]:
         options = self._options
         return {
             "mesh": " x ".join(map(str, self._sizes)),
@@ -186,13 +187,12 @@ class MeshModel(ShardedModelBase):
             takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
             return model.validate_partition_point(after) and not takes_integers
 
-        given: Any = self._options.partition_strategy
-        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
+        given = self._options.partition_strategy
         stages = partition_layers(
             model.get_all_layer_info(),
             count,
-            given if is_strategy else None,
-            costs=None if is_strategy else given,
+            given if isinstance(given, IPipelinePartitionStrategy) else None,
+            costs=None if isinstance(given, IPipelinePartitionStrategy) else given,
             can_cut=can_cut,
         )
         # Rank 0 decides, because costs may be times that its clock has measured.
@@ -411,7 +411,7 @@ class PipelineParallelModel(MeshModel):
         config: ShardingConfiguration,
         micro_batch_count: int = 1,
         *,
-        partition_strategy: Any = None,
+        partition_strategy: Partition | None = None,
         schedule: IPipelineSchedule | str | None = None,
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:

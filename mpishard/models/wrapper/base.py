@@ -209,7 +209,7 @@ class ShardedModelBase(IShardedModel):
                 reason,
             )
 
-    def _shared_choices(self) -> dict[str, Any]:
+    def _shared_choices(self) -> dict[str, object]:
         """Choices besides the configuration that must be the same on all ranks, for JSON."""
         return {}
 
@@ -819,15 +819,15 @@ class ShardedModelBase(IShardedModel):
         """All that this rank holds."""
         return self._files.arrays_to_read()
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Mapping[str, object]:
         """Origin of the parameters and figures of their training, for checkpoints."""
         return self._files.metadata(self.strategy)
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices that the plain model could not take."""
         self._files.check_metadata(metadata)
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Continue from a checkpoint whose parameters have been read."""
         self._files.restored(metadata)
 

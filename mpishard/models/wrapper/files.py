@@ -64,7 +64,7 @@ class ModelFiles:
         full = to_host(self.engine.gather())
         return named_bytes(self.parameters(), full, self._choices())
 
-    def unpacked(self, data: bytes) -> tuple[Array, dict[str, Any]]:
+    def unpacked(self, data: bytes) -> tuple[Array, dict[str, object]]:
         """Return the vector and the choices in bytes of `serialize`. Collective."""
         arrays, choices = tensors_of(data), choices_of(data)
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
@@ -100,7 +100,7 @@ class ModelFiles:
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
-    def metadata(self, strategy: str) -> Mapping[str, Any]:
+    def metadata(self, strategy: str) -> Mapping[str, object]:
         """Return the origin of the parameters and figures of their training."""
         origin = {
             "strategy": strategy,
@@ -134,7 +134,7 @@ class ModelFiles:
     def _is_black_box(self) -> bool:
         return not isinstance(self.plain, PlainModelFiles | ILayeredModel | IPlaceableModel)
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices that the plain model could not take."""
         form = {"steps?": COUNT, "training?": _TRAINING, "own?": TEXT}
         require_form(metadata, form, "metadata.model")
@@ -169,11 +169,11 @@ class ModelFiles:
                 "; ".join(changed),
             )
 
-    def _choices(self) -> dict[str, Any]:
+    def _choices(self) -> dict[str, object]:
         model = self.plain
         return model.choices() if isinstance(model, PlainModelFiles) else {}
 
-    def _check_choices(self, choices: Mapping[str, Any]) -> None:
+    def _check_choices(self, choices: Mapping[str, object]) -> None:
         model = self.plain
         if isinstance(model, PlainModelFiles):
             model.check_choices(choices)
@@ -184,7 +184,7 @@ class ModelFiles:
                 "saved them"
             )
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         """Give the plain model the choices of a checkpoint."""
         if isinstance(self.plain, PlainModelFiles):
             self.plain.take_choices(choices)

@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -98,7 +97,7 @@ class LocalShard:
                 found.append((start, stop))
         return tuple(found)
 
-    def properties(self) -> dict[str, Any]:
+    def properties(self) -> dict[str, object]:
         """Return the metadata that describe the sharding."""
         policy = self.engine.policy
         return {

@@ -197,6 +197,6 @@ class PagedModel:
                 f"{self._context_length}"
             )
 
-    def _require_alike(self, name: str, arguments: Any) -> None:
+    def _require_alike(self, name: str, arguments: object) -> None:
         if self._engine is not None:
             require_alike(self._engine.world, f"{name}: the arguments", arguments)
