@@ -48,7 +48,9 @@ class LocalParameter:
     @property
     def written_range(self) -> tuple[int, int]:
         """The range of the rank's own flat vector, ``[start, stop)``, that it writes."""
+        # Without a given range the rank that counts a parameter writes all of it.
         low, high = self.written or (0, self.entry.size if self.is_counted else 0)
+        # In the own vector, as pieces are: a save cuts both in one way.
         return self.entry.start + low, self.entry.start + high
 
 
@@ -121,6 +123,7 @@ class Placement:
         self.entries = tuple(entries)
         self.local_parameters = tuple(local_parameters)
         self.length = self.entries[-1].stop if self.entries else 0
+        # For bisection: the own vector has the local parameters end to end.
         self._stops = [local.entry.stop for local in self.local_parameters]
         self.own_length = self._stops[-1] if self.local_parameters else 0
         # A cache, because checkpoints cut the same ranges at each save.
@@ -136,6 +139,7 @@ class Placement:
         for local in self.local_parameters:
             if local.entry.name not in self._origin:
                 raise ValueError(f"there is no parameter {local.entry.name!r} to hold a slice of")
+            # Wrong boxes would write other parameters' elements to a checkpoint, without an error.
             size = sum(math.prod(box_shape(box)) for box in local.boxes)
             if size != local.entry.size:
                 raise ValueError(
@@ -149,6 +153,7 @@ class Placement:
 
         Without ``is_counted`` another rank, which holds the same, counts and writes all of it.
         """
+        # A rank that repeats another's work holds all, and counts none of it.
         return cls(entries, [LocalParameter(e, (whole_box(e.shape),), is_counted) for e in entries])
 
     @property
@@ -170,6 +175,7 @@ class Placement:
         """
         if self.is_whole:
             return full[start:stop]
+        # A copy: boxes of a split parameter do not lie end to end in the model's vector.
         out = array_namespace(full).empty(stop - start, full.dtype)
         self.take(full, start, out)
         return out
@@ -206,7 +212,9 @@ class Placement:
                 return
             # Of several ranks that hold a parameter, each writes a part, or nothing.
             first, last = local.written_range if written else (position, local.entry.stop)
+            # The range that is asked for, and the range that this rank writes, may cut a box each.
             first, last = max(start, first), min(stop, last)
+            # Boxes are stacked along dim 0: each follows the one before it in the own vector.
             for box in local.boxes:
                 size = math.prod(box_shape(box))
                 low, high = max(first, position), min(last, position + size)
@@ -231,6 +239,7 @@ class Placement:
         for start, array in parts:
             key = (start, start + int(array.size), written)
             if key not in self._cuts:
+                # Bounds alone are kept, and no arrays: these change from save to save.
                 self._cuts[key] = list(self.regions(key[0], key[1], written=written))
             pieces += [(region, array[part]) for region, part in self._cuts[key]]
         return pieces
@@ -273,6 +282,7 @@ def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
         run *= shape[joined]
     if not run:
         return
+    # In elements of the whole parameter, which is contiguous in the model's vector.
     strides = [math.prod(entry.shape[dim + 1 :]) for dim in range(len(shape))]
     for number, outer in enumerate(itertools.product(*(range(n) for n in shape[:joined]))):
         low = max(region.start - number * run, 0)

@@ -29,6 +29,7 @@ def shared_box(one: Box, other: Box) -> Box | None:
         (max(low, other_low), min(high, other_high))
         for (low, high), (other_low, other_high) in zip(one, other, strict=True)
     )
+    # A tensor without dims has one element, which every box of it shares.
     return shared if all(low < high for low, high in shared) else None
 
 
@@ -39,6 +40,7 @@ def box_within(box: Box, outer: Box | None = None) -> tuple[slice | EllipsisType
     """
     starts = [0] * len(box) if outer is None else [low for low, _ in outer]
     cut = (slice(low - s, high - s) for (low, high), s in zip(box, starts, strict=True))
+    # With the ellipsis an array without dims gives a view; `array[()]` would give a number.
     return (*cut, ...)
 
 
@@ -52,6 +54,7 @@ def join_dims(boxes: Sequence[Box]) -> list[Box]:
     >>> join_dims([((0, 4), (1, 3)), ((2, 6), (1, 3))])
     [((0, 8),), ((4, 12),)]
     """
+    # Fewer dims mean fewer boxes for a region, and longer runs of memory for each.
     joined: list[list[tuple[int, int]]] = [[] for _ in boxes]
     for dim, ranges in enumerate(zip(*boxes, strict=True)):
         low, high = ranges[0]
@@ -69,6 +72,7 @@ def join_dims(boxes: Sequence[Box]) -> list[Box]:
 class Region:
     """The elements ``[start, stop)``, in row-major order, of a box of the tensor ``name``."""
 
+    # A range of a box, and not of the tensor: a piece may begin in the middle of a slice's row.
     name: str
     box: Box
     start: int
@@ -119,6 +123,7 @@ def _split(box: Box, start: int, stop: int) -> Iterator[Box]:
     """Yield the elements ``[start, stop)`` of ``box`` as boxes, in order."""
     if start >= stop:
         return
+    # Ends the recursion, too: a box without dims has one element.
     if stop - start == math.prod(box_shape(box)):
         yield box
         return
@@ -155,5 +160,6 @@ def _pairs(values: Array, region: Region, tensor: Array) -> Iterator[tuple[Array
     if box_shape(region.box) == tensor.shape:
         yield values, tensor.reshape(-1)[region.start : region.stop]
         return
+    # Copied box by box: no index of single elements is made, which would take more memory.
     for box, part in boxes_of(region):
         yield values[part].reshape(box_shape(box)), tensor[box_within(box)]

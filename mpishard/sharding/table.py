@@ -101,6 +101,7 @@ class ParameterTable:
         for name, spec in parameters:
             if name in entries or name in ties:
                 raise ValueError(f"the model has two parameters named {name!r}")
+            # A tie is resolved once, here: units and files know one parameter of one name.
             if spec.tied_to is None:
                 entries[name] = ParameterEntry(name, tuple(spec.shape), start, spec.trainable)
                 start = entries[name].stop
@@ -115,6 +116,7 @@ class ParameterTable:
                     f"parameter {name!r} of shape {shape} is tied to {target!r} of shape "
                     f"{entries[target].shape}"
                 )
+        # A tied name has no entry: its elements would count and be saved twice.
         self.entries = tuple(entries.values())
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
@@ -134,6 +136,7 @@ class ParameterTable:
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """Return the entries that share an element with the flat range ``[start, stop)``."""
+        # A parameter without elements shares none, although it may lie in the range.
         return [e for e in overlapping(self.entries, start, stop) if e.size]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
@@ -145,6 +148,7 @@ def overlapping(
     entries: Sequence[ParameterEntry], start: int, stop: int
 ) -> Sequence[ParameterEntry]:
     """Return those of sorted ``entries`` that begin before ``stop`` and end after ``start``."""
+    # An empty range may lie inside of an entry, which bisection alone would return.
     if start >= stop:
         return ()
     # By bisection, because a model of thousands of layers calls this for each of its units.
@@ -172,6 +176,7 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
+        # Layers read their parameters as nested dicts, and files name them with dots.
         *path, last = name.split(".")
         inner = result
         for word in path:
@@ -187,6 +192,7 @@ class Unit:
     index: int
     start: int
     stop: int
+    # A layer is never cut, so that a range of layers says which are computed with the unit.
     first_layer: int
     last_layer: int
 
@@ -224,6 +230,7 @@ class Piece:
     unit: Unit
     start: int
     stop: int
+    # Kept, because the sum of the pieces before it would be made anew for each access.
     offset: int
 
     @property
@@ -262,6 +269,7 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
     """
     if minimum_size < 1:
         raise ValueError(f"the minimum size of a unit must be 1 or more, got {minimum_size}")
+    # Refused here, because a store without units would fail only in a collective.
     total = sum(layer_sizes)
     if total == 0:
         raise ValueError("the model has no parameters")
@@ -283,12 +291,14 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
 
 def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Piece, ...]:
     """Return the piece of each unit that ``rank`` owns: its `ShardLayout` range of the unit."""
+    # By unit and not by the whole vector, so that a gathered unit needs no other one.
     pieces = []
     offset = 0
     for unit in units:
         # Each unit is cut separately, so that it can be gathered without the others.
         mine = ShardLayout(unit.length, world_size).slice(rank)
         pieces.append(Piece(unit, unit.start + mine.start, unit.start + mine.stop, offset))
+        # All pieces end to end are the shard: one allocation, and one range for rules.
         offset += mine.stop - mine.start
     return tuple(pieces)
 
@@ -305,6 +315,7 @@ def pieces_within(pieces: Sequence[Piece], ranges: Sequence[tuple[int, int]]) ->
     >>> [(p.start, p.stop, p.offset) for p in parts]
     [(2, 5, 0), (5, 7, 3), (9, 10, 5)]
     """
+    # Each piece with all ranges: there are few of both, and a sweep would need two cursors.
     found = []
     offset = 0
     for piece in pieces:
@@ -327,6 +338,7 @@ def reproducing_worlds(leaves: int) -> list[int]:
     >>> reproducing_worlds(4), reproducing_worlds(32)
     ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
     """
+    # All small worlds, because a small job may have to go on with one rank less.
     return [n for n in range(1, leaves + 1) if n <= _DENSE_WORLDS or not n & (n - 1)]
 
 
@@ -349,6 +361,7 @@ def common_pieces(unit: Unit, leaves: int) -> list[tuple[int, int]]:
     >>> common_pieces(Unit(0, 100, 110, 0, 0), 4)
     [(100, 103), (103, 104), (104, 105), (105, 106), (106, 107), (107, 108), (108, 110)]
     """
+    # Short units have equal cuts in several worlds: a set keeps each once.
     cuts = {unit.start, unit.stop}
     for world in reproducing_worlds(leaves):
         layout = ShardLayout(unit.length, world)

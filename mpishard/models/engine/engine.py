@@ -83,6 +83,7 @@ class Engine:
         self.policy = policy
         self.loss = program.default_loss
         self.step_number = 0
+        # Counted apart from steps: a load or an assignment changes parameters without one.
         self.version = 0
         self._gradient = 0  # number of the gradient in the store: see `gradient_identity`
         self.record = TrainingRecord()
@@ -97,6 +98,7 @@ class Engine:
         # The first ones are kept: `use_passes` returns to them.
         self.passes = self._first_passes = passes
         self.leaves = passes.leaves
+        # Apart from `layout`: an offloaded state is in host memory while a GPU computes.
         self._state_layout = state_layout
         # Copies parameters and gradients to the device of the state, and parameters back.
         self._stage = UpdateStage(state_layout) if self._is_on_gpu else None
@@ -124,6 +126,7 @@ class Engine:
         # A step without a gradient would have no norm, and an optimizer no state.
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
+        # Before the new layout, which asks the program for the units that nothing trains.
         self.program.freeze(names)
         # A new store of gradients, because frozen units have no memory in it.
         self._gradient += 1
@@ -207,6 +210,7 @@ class Engine:
         inputs, targets = self.program.check_pair(x, y, self.loss)
         if passes is None:
             passes = self.passes if self.config.auto_sync_gradients else OwnPasses(self)
+        # Outside of the block below: a refused call leaves an open round as it was.
         passes.require(self)
         try:
             if self.replica.is_on_mesh:
@@ -225,6 +229,7 @@ class Engine:
         Collective. An error leaves the parameters unchanged, unless ``rule`` itself raises it.
         """
         try:
+            # Counted below, after it: the step number of a failed update would skip dropout masks.
             self.change(rule, reduced)
         except BaseException:
             self.abandon()
@@ -249,6 +254,7 @@ class Engine:
         began = time.perf_counter()
         with step_span(self.step_number + 1):
             reduced = self.gradient(x, y, settings, sample_start=sample_start, passes=passes)
+            # A batch inside accumulate() is no step: it adds to no record, and publishes nothing.
             if not reduced.is_complete:
                 return reduced.report
             self.update(rule, reduced)
@@ -288,6 +294,7 @@ class Engine:
         self.replicas.require_equal("apply_gradients")
         self.round.require_none("apply_gradients()")
         placement = self.placement
+        # Frozen parameters keep their values: what the vector has for them counts in no norm.
         trained = [
             gradient[e.start : e.stop]
             for e in placement.entries
@@ -329,10 +336,12 @@ class Engine:
 
         On a GPU they are arrays of one element, for which nobody has waited.
         """
+        # Before forward: it waits for reductions that a failed step left in the same buffers.
         gradients.begin(this)
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
+        # Reductions overlap with backward; the totals after this pass read their results.
         gradients.await_reductions()
         return total, weight
 
@@ -399,6 +408,7 @@ class Engine:
 
         The first grows when the gradient is overwritten, the second when parameters change.
         """
+        # Both, because the gradient of a step is stale after a load as after another step.
         return self._gradient, self.version
 
     def changed(self) -> None:
@@ -426,6 +436,7 @@ class Engine:
 
     def continue_as(self, other: Engine) -> None:
         """Take the step, the record and the drift of ``other``, whose parameters were copied."""
+        # The record is copied: the next step of either model must not count in the other.
         self.step_number, self.record = other.step_number, replace(other.record)
         self.replicas.weight = other.replicas.weight
 
@@ -449,6 +460,7 @@ class Engine:
             yield self.gather()
             return
         for unit in self.program.units:
+            # A new array for each unit, because the caller may keep it.
             chunk = self.layout.device.namespace.empty(unit.length, self.layout.dtype)
             self.parameters.read(unit, chunk)
             yield chunk

@@ -37,6 +37,7 @@ def local_gradient(
             loss=loss,
             sample_start=sample_start,
         )
+        # Copies of a parameter on several stages have a part of its gradient each.
         program.finish_local(sink)
     full = sink.vector
     # The store has no memory for frozen units, but the result has zeros for them.
@@ -47,6 +48,7 @@ def local_gradient(
             full[piece.start : piece.stop] = values
     total, weight = replica.share_loss(*read_numbers([total, weight]))
     full = program.vector.assemble(full, layout)
+    # An empty batch has no mean: its zeros count with weight 0 when gradients are averaged.
     if weight:
         full /= weight
     engine.computed = full, total, weight
@@ -64,6 +66,7 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     """
     if engine.computed is None:
         return None
+    # Forgotten at once: averaged twice, it would be weighted by all samples of all ranks.
     (full, loss, weight), engine.computed = engine.computed, None
     ranks, subject = engine.replica.sample_group, engine.layout.subject
     total, total_weight = map(float, ranks.all_reduce(np.array([loss, weight]), subject=subject))
@@ -83,6 +86,7 @@ def global_gradient(engine: Engine, x: Data, y: Data) -> tuple[float, Array]:
     engine.replica.require_one_batch(
         "compute_gradients", x, y, everywhere=True, subject=engine.layout.subject
     )
+    # Only random layers need the indices of samples, and these cost a message.
     sample_start = 0
     if engine.program.is_random:
         sample_start = engine.round.sample_start(len(inputs))
@@ -91,7 +95,9 @@ def global_gradient(engine: Engine, x: Data, y: Data) -> tuple[float, Array]:
     found = synchronize_gradient(engine)
     assert found is not None
     loss, weight, full = found
+    # A pass in train mode has changed batch statistics, which must not differ on ranks.
     engine.program.share_changed_state(engine.backend)
+    # The weight is a sum over ranks: all raise this, or none.
     if weight == 0:
         raise NoSampleError("no rank has a sample that counts; all weights are 0")
     return loss, full

@@ -91,8 +91,10 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
     name = f"gradient_leaves={leaves}"
     if config.communication_backend.reductions == "fast":
         refuse_with_leaves(leaves, "reductions='fast'", "choose reductions='exact'")
+    # Another number of ranks makes another number of replicas, and so other steps.
     if config.replica_size is not None:
         refuse_with_leaves(leaves, f"replica_size={config.replica_size}")
+    # Tensor ranks add up activations in an order that depends on their number.
     if model_size > 1:
         refuse_with_leaves(
             leaves,
@@ -114,6 +116,7 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
 
 
 def _check_choices(leaves: int, config: ShardingConfiguration) -> None:
+    # Asked in each step too, because these two choices may change after the model is wrapped.
     if not config.auto_sync_gradients:
         refuse_with_leaves(leaves, "auto_sync_gradients=False")
     if config.enable_gradient_compression:
@@ -140,6 +143,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
 def warn_of_other_bits(config: ShardingConfiguration, dtype: DType) -> None:
     """Warn of idle ranks, different kernels and several BLAS threads. Collective."""
     backend = config.communication_backend
+    # A warning and no refusal: the run is right, only not the same bits as elsewhere.
     mine = _fingerprint(dtype)
     differing = differences(backend, mine)
     # One warning is enough.
@@ -205,6 +209,7 @@ class GradientLeaves:
     ) -> None:
         assert config.gradient_leaves is not None
         self.count = config.gradient_leaves
+        # A tree of pairs needs 2^k ranks: with 6 ranks 4 compute, and 2 only own pieces.
         computing = LeafLayout(0, self.count, axis.world_size).computing
         self.micro_steps = self.count // computing
         self._axis, self._dtype = axis, dtype
@@ -299,6 +304,7 @@ class GradientLeaves:
         gradients : sequence of Array
             Reduced gradients of the common pieces that `index_pieces` has returned.
         """
+        # A place for each common piece of the model: ranks add zeros for those of other owners.
         squares = np.zeros(len(self._norm_index))
         with np.errstate(over="ignore"):
             squares[self._own] = read_numbers([block_squares(g).sum() for g in gradients])
@@ -306,8 +312,10 @@ class GradientLeaves:
 
     def fold(self, message: Array) -> Sums:
         """Return loss sum, weight and squared norm from the sum of all ranks' messages."""
+        # Each slot was written by one rank: their sum over ranks in any order has the same bits.
         losses, weights, squares = np.split(message, [self.count, 2 * self.count])
         with np.errstate(over="ignore", invalid="ignore"):
+            # As many squares in the same order in every world: so their sum has the same bits.
             return _tree(losses), _tree(weights), float(squares.sum())
 
     def total(
@@ -371,6 +379,7 @@ class LeafPasses(Passes):
         sample_start: int | None,
     ) -> Reduced:
         batches = self.leaves.cut(x, y, sample_start)
+        # Every rank makes as many passes, with empty leaves too: each of them is a reduction.
         for number, (inputs, targets, start) in enumerate(batches, start=1):
             self.run(engine, inputs, targets, start, is_last=number == len(batches))
         return self.reduced(engine, engine.round.read()[0], settings)
@@ -419,8 +428,10 @@ class LeafGradients(WrappedGradients):
         self._is_last = this.is_last
         if this.is_first:
             self._done = 0
+            # An error may have ended the last round with sums still waiting at their levels.
             self._free += self._waiting
             self._waiting.clear()
+        # For the inner store each leaf is a round of its own, which is reduced at once.
         self._inner.begin(BackwardPass(is_first=True, is_last=True))
 
     @property

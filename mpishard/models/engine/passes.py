@@ -90,6 +90,7 @@ class Passes:
     are_exact = True
 
     def __init__(self, make_store: Callable[[StoreLayout], GradientStore]) -> None:
+        # Kept, because a change of the frozen parameters needs a store with other units.
         self._make_store = make_store
 
     def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
@@ -119,6 +120,8 @@ class Passes:
         loss, weight = self.run(engine, x, y, sample_start, is_last=not round_.accumulates)
         if not round_.accumulates:
             return self.reduced(engine, loss, settings)
+        # Totals also in a pass that only adds: a rank that left accumulate() is found before the
+        # next reduction, which it would not join.
         message = [*read_numbers([loss, weight]), 0.0]
         total, total_weight, _ = round_.totals(message, loss, settings, engine.step_number + 1)
         return Reduced((), StepReport(engine.mean(total, total_weight), total_weight, None))
@@ -151,8 +154,10 @@ class Passes:
         # The weight is a sum over all ranks, so that every rank raises this or none.
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        # Views: the rule reads the sums where they were made, and `finish` frees them.
         gradients = self.store.owned(engine.pieces.updated)
         report = engine.report(total, weight, squared)
+        # Late or coded sums may have a part for a parameter that no rank has used in this step.
         if self.are_exact:
             report = replace(report, unused=engine.round.unused)
         return Reduced(gradients, report, finish=self.finish)
@@ -188,6 +193,7 @@ class OwnPasses(Passes):
     """
 
     def __init__(self, engine: Engine) -> None:
+        # The same memory: a user may switch between synchronised steps and steps alone.
         self.store = engine.gradients
 
     def require(self, engine: Engine) -> None:
@@ -213,6 +219,7 @@ class OwnPasses(Passes):
             return Reduced((), StepReport(engine.mean(loss, weight), weight, None))
         gradients = local_gradients(self.store, engine.pieces.updated)
         loss, used, squared = round_.read(squared_norm(gradients))
+        # This rank alone refuses: the others train replicas of their own, and wait for nobody.
         if used == 0:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         if not (math.isfinite(loss) and math.isfinite(squared)):

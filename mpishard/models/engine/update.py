@@ -47,6 +47,7 @@ class Policy:
     shards_state: bool
 
     def __post_init__(self) -> None:
+        # Booleans are ordered: what a stage of ZeRO shards, all later ones shard, too.
         if self.shards_parameters > self.shards_gradients or (
             self.shards_gradients > self.shards_state
         ):
@@ -155,6 +156,7 @@ class Round:
 
     def __init__(self, config: ShardingConfiguration, program: Program, subject: int) -> None:
         self._program = program
+        # For messages: a user gave batches to data ranks, and not to each rank of a mesh.
         self._replicas = program.replica.members
         self._subject = subject
         self.is_open = False
@@ -220,6 +222,7 @@ class Round:
 
     def sample_start(self, samples: int) -> int:
         """Return the index of this rank's first sample among those of all ranks. Collective."""
+        # A world of one sends nothing, on a GPU in particular, where a message waits for it.
         if self._axis.world_size == 1:
             return self.own_sample_start(samples)
         before = self._samples
@@ -257,11 +260,13 @@ class Round:
             On every rank, if a sum is not finite.
         """
         backend = self._backend
+        # A checksum, because the message has one number for settings, whatever the rule.
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
         # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
         own = np.array([len(self.parts) + 0.5 * self.accumulates, mark])
         requested = () if self.requests is None else self.requests.own
         optional = self._program.optional
+        # In the message that travels anyway: a collective of its own would cost its latency.
         used = [name in self.used for name in optional]
         message = np.array([*own, *(own * own), *requested, *used, *message])
         sums = backend.all_reduce(message, subject=self._subject)
@@ -280,6 +285,7 @@ class Round:
                 "caught. Nothing was updated, and every rank drops its accumulated gradients"
             )
         if not same[1]:
+            # All ranks come here, because all see the same sums: a second collective is safe.
             found = differences(backend, {name: str(value) for name, value in settings.items()})
             raise ShardingError(
                 f"step {step}: the settings of the update differ between ranks; by rank, {found}. "
@@ -388,7 +394,9 @@ class UpdatePieces:
         )
         owned = counted = trained(own)
         if not program.vector.placement.is_whole:
+            # A copy on each tensor rank would count as often in the norm.
             counted = pieces_within(owned, program.vector.placement.counted_ranges)
+        # Every rank makes the same update of everything, so that nothing is published.
         if not policy.shards_state:
             return cls((), owned, trained(every), counted)
         return cls(own, owned, owned, counted)
@@ -398,6 +406,7 @@ class UpdatePieces:
 
         Together the ranks write each element once, also if the state is replicated.
         """
+        # A replicated state is on every rank; each writes the pieces that it would own.
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
         return pieces_to_write(mine, program.vector.placement)

@@ -24,6 +24,7 @@ def _in_precision(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def run(chain: LayerChain, *args: Any, **kwargs: Any) -> Any:
+        # A context and no argument, because layers of users know nothing of precisions.
         with products_in(chain.precision):
             return method(chain, *args, **kwargs)
 
@@ -76,7 +77,9 @@ class LocalLayers:
     def units_of(self, layer: int) -> tuple[Unit, ...]:
         """Return the units that a layer uses, in order: also those of parameters it is tied to."""
         entries = self.layers[layer].entries.values()
+        # A parameter without elements may lie at a unit's end, which would look like the next unit.
         units = {unit_at(self.units, entry.start) for entry in entries if entry.size}
+        # In flat order on every rank: gathers must be called in one order.
         return tuple(sorted(units, key=lambda unit: unit.start))
 
     @property
@@ -174,6 +177,7 @@ class LayerChain:
         self._layers = local.layers
         self._range = range(first, stop)
         self._kept = kept
+        # Computed once: each step walks through thousands of layers.
         self._uses = {i: local.units_of(i) for i in self._range}
         self._names_in = {
             u.index: [e.name for e in u.entries_of(local.entries)] for u in local.units
@@ -183,6 +187,7 @@ class LayerChain:
         # too.
         own = {unit for uses in self._uses.values() for unit in uses}
         self.units = tuple(unit for unit in local.units if unit in own)
+        # The units to fetch and to release do not depend on a batch.
         self._forward_plan = self._plan(self._groups)
         self._without_gradient: frozenset[int] = frozenset()
         self._frozen_layers: frozenset[int] = frozenset()
@@ -212,6 +217,7 @@ class LayerChain:
                 for entry in self._layers[index].entries.values()
                 for unit in [unit_at(self._local.units, entry.start)]
             }
+            # The first group that uses a unit is the last one of backward to add to its gradient.
             begun = tuple(unit for unit in units if unit not in seen)
             seen.update(units)
             groups.append(_Group(range(layers[0], layers[-1] + 1), units, places, segment, begun))
@@ -335,6 +341,7 @@ class LayerChain:
         is_whole = pending is None
         targets: dict[int, GradientTargets] = {}
         unwritten: set[str] = set()
+        # An earlier stage waits for the gradient of this one's input, also through frozen layers.
         first = self._range.start if needs_input_gradient else self._first_trained
         for group in reversed(self._groups):
             views: dict[int, Parameters] = {}
@@ -382,6 +389,7 @@ class LayerChain:
     ) -> None:
         """Run the other half, last layer first; ``reduce`` as in `backward`."""
         unwritten: set[str] = set()
+        # Reversed, so that `pop` returns them in the order of backward, last layer first.
         waiting = pending[::-1]
         pending.clear()
         for group in reversed(self._groups):
@@ -439,10 +447,12 @@ class LayerChain:
         self, group: _Group, parameters: ParameterStore, following: Unit | None
     ) -> dict[int, Parameters]:
         """Return the parameters of a group's layers, and begin to fetch the next unit."""
+        # The arrays are always the same: views made in the first pass hold for all.
         if group.views and parameters.is_whole:
             return group.views
         buffers = [parameters.unshard(unit) for unit in group.units]
         if following is not None and buffers:
+            # After this group's own units, which its layers wait for.
             parameters.prefetch(following)
         # A unit that is gathered again may be in another of the pooled buffers.
         if not group.views or any(map(operator.is_not, buffers, group.buffers)):

@@ -71,6 +71,7 @@ class LayeredProgram(Program):
         self._output_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by a sample's shape
         self.dtype = model.dtype
         self.device = getattr(model, "device", HOST)
+        # Targets go where the loss is computed, once, and not in each micro-batch.
         self._put = self.device.put if self.device.is_gpu else to_host
         # A GPU rounds the operands of products alone; the host computes whole layers in bfloat16.
         self._mixed = config.precision is not None and not self.device.is_gpu
@@ -79,6 +80,7 @@ class LayeredProgram(Program):
         self.seed = int(getattr(model, "seed", 0))
         self._use(model)
         entries = self.vector.placement.entries
+        # Last, because the units without a trained parameter are known only now.
         self.freeze(frozenset(e.name for e in entries if not e.trainable))
 
     def _use(self, model: Any) -> None:
@@ -181,6 +183,7 @@ class LayeredProgram(Program):
         (chain,) = self.chains
         context = Context(training=False, cache=cache)
         y, _ = chain.forward(parameters, self.entering(x), context)
+        # No backward follows, which would release the units that forward keeps.
         chain.release_kept(parameters)
         return y
 
@@ -209,6 +212,7 @@ class LayeredProgram(Program):
         # The caller's list must not keep activations that each layer's backward frees.
         saved.clear()
         dy = self.entering(loss.backward(of_loss))
+        # Freed before the first layer's backward: it may be as large as the logits.
         del of_loss
         (chain,) = self.chains
         chain.backward(
@@ -229,6 +233,7 @@ def settings_of(model: ILayeredModel) -> dict[str, str]:
 
 def _settings(name: str, part: Any) -> Iterator[tuple[str, str]]:
     yield name, type(part).__name__
+    # An attribute whose name begins with "_" may be a cache, and differ in equal layers.
     if type(part).__module__.startswith("mpishard.nn."):
         for key, value in vars(part).items():
             if not (key.startswith("_") or isinstance(value, Layer | Mapping)):

@@ -60,6 +60,7 @@ class MeshProgram(LayeredProgram):
         self.replica = MeshReplica(
             self.mesh, reports_loss=self._has_output and self.mesh.tensor_rank == 0
         )
+        # After the base class, which lays out this rank's part; other ranks' come by a message.
         self.vector = MeshVector(self.vector.placement, self.mesh)
         # The group of ranks that hold each shared parameter.
         self._tie_groups: dict[str, CommunicationBackend] = {}
@@ -181,6 +182,7 @@ class MeshProgram(LayeredProgram):
         assert loss is not None
         # The ranks' logits are parts of the classes, and the loss adds up their sums.
         if self.layout.splits_output:
+            # Gathered logits would be the largest array of the step.
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, replace(batch, loss=loss), gradients)
         self.last_record = self._executor(self.micro_batch_count).run(run)
@@ -288,6 +290,7 @@ class StageRun(IPipelineStage):
         self._parameters = parameters
         self._gradients = gradients
         self._batch = batch
+        # Parts may differ by one sample: weighted sums need no equal ones.
         self._rows = ShardLayout(len(batch.x), micro_batches or program.micro_batch_count)
         self._activations: dict[tuple[int, int], list[object]] = {}
         self._pending: dict[tuple[int, int], list[object]] = {}
@@ -326,6 +329,7 @@ class StageRun(IPipelineStage):
             start = context.sample_start + rows.start
             context = replace(context, sample_start=start)
         chain = self._chains[virtual_stage]
+        # The chain knows nothing of micro-batches: what it saves belongs to this call.
         y, activations = chain.forward(self._parameters, x, context)
         is_last = self._program.stages_here[virtual_stage] == self._program.stage_count - 1
         if not context.training:
@@ -389,10 +393,13 @@ class StageRun(IPipelineStage):
         """Return a function that reduces a unit when its gradient is complete."""
         gradients = self._gradients
         assert gradients is not None
+        # The last micro-batch completes a gradient, and with stage 2 or 3 of ZeRO each one is
+        # reduced at once.
         is_last = self._left[virtual_stage] == 1
         shared = self._program.layout.shared_units
 
         def reduce(unit: Unit) -> None:
+            # Copies of a shared parameter are added up after the whole schedule: see `train`.
             if unit.index not in shared and (is_last or gradients.reduces_at_once):
                 gradients.reduce(unit)
 

@@ -47,6 +47,7 @@ class MeshReplica(Replica):
         return self.group if shards_state else self._mesh.model
 
     def share_loss(self, total: float, weight: float) -> tuple[float, float]:
+        # One rank has the loss, and the others add zeros: it needs no message from a known root.
         sums = self._mesh.model.all_reduce(np.array([total, weight]))
         return float(sums[0]), float(sums[1])
 
@@ -54,6 +55,7 @@ class MeshReplica(Replica):
         self, call: str, x: Data, y: Data = None, *, everywhere: bool, subject: int
     ) -> None:
         mesh = self._mesh
+        # A black box predicts on each rank alone.
         if mesh.model_size == 1 or (call == "predict" and not self._predicts_together):
             return
         # Checksums and not the batch itself: the message is as short as a barrier's.
@@ -101,6 +103,7 @@ def _checksum(values: Data) -> int:
     if isinstance(values, Samples):
         return zlib.crc32(repr([_checksum(array) for array in values.leaves()]).encode())
     dtype = getattr(values, "dtype", None)
+    # A black box may take any object, whose bytes would be addresses.
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
         return 0
     host = np.ascontiguousarray(to_host(values))

@@ -170,6 +170,7 @@ class PlacedProgram(WholeProgram):
         self.entries = tuple(model.parameter_entries)
         self.vector = ModelVector(Placement.whole(self.entries))
         self.units = units_of_modules(self.entries, config.minimum_parameter_group_size)
+        # Nothing is gathered: the module reads its parameters in place.
         self.kept = frozenset()
         self.used = set() if model.may_use_some else None
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
@@ -221,6 +222,7 @@ class PlacedProgram(WholeProgram):
         return self._model.predict(x)
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
+        # Synchronised batch statistics, for example, are a collective inside of the pass.
         is_alone = not (batch.context.training and self._model.computes_together)
         if len(batch.x) == 0 and is_alone:
             return 0.0, 0.0, None
@@ -233,6 +235,7 @@ class PlacedProgram(WholeProgram):
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)
         if self.used is not None:
+            # Of this pass alone: a module may use other parameters for each batch.
             self.used = arrivals.names
         arrivals.finish()
 
@@ -282,6 +285,7 @@ class Arrivals:
             inside = unit.entries_of(entries)
             self._unit_of += [unit.index] * len(inside)
             places = list(enumerate(inside, start=first))
+            # Autograd gives no gradient to a parameter that is not trained: none is waited for.
             self._missing.append({index for index, entry in places if entry.trainable})
             self._untrained.append([index for index, entry in places if not entry.trainable])
         self._waiting: list[list[tuple[int, Array]]] = [[] for _ in units]

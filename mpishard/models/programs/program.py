@@ -97,6 +97,7 @@ class Replica:
     is_on_mesh = False
 
     def __init__(self, world: CommunicationBackend) -> None:
+        # Without a mesh one backend is every group.
         self.world = self.data = self.sample_group = self.group = self.across = world
         self.is_grouped = False
         self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
@@ -220,12 +221,14 @@ class Program(ABC):
         """Return the parts of ``pieces`` that are not frozen."""
         if not self.frozen:
             return tuple(pieces)
+        # By parameters and not by units, because a unit may hold trained and frozen ones.
         ranges = [(e.start, e.stop) for e in self.entries if e.name not in self.frozen]
         return pieces_within(pieces, ranges)
 
     @property
     def optional(self) -> list[str]:
         """Names of the trained parameters to which a pass may give no gradient."""
+        # No message lists parameters that every pass uses.
         if self.used is None:
             return []
         return [entry.name for entry in self.entries if entry.name not in self.frozen]
@@ -277,6 +280,7 @@ class Program(ABC):
 
         The programs share groups of ranks, and the layout of the vector over them.
         """
+        # Groups of ranks are communicators: to make new ones would be collective.
         program, model = copy.copy(self), self._copied_model()
         program._use(model)
         program.vector = self.vector
@@ -325,6 +329,7 @@ class Program(ABC):
         """Return sum and weight of ``loss``, without a gradient."""
         target = map_arrays(lambda array: beside(array, prediction), y)
         total, weight, _ = loss.forward(prediction, target, training=False)
+        # Both by one copy, if the loss is on a GPU.
         total, weight = read_numbers([total, weight])
         return total, weight
 

@@ -113,6 +113,7 @@ class StageLayout:
             check_sequence(model_layers, infos[0].input_shape)
         # The stage with the model's last layer. Stages after it have none, and pass its output on.
         ending = max(stage for stage, (first, stop) in enumerate(choices.stages) if stop > first)
+        # The ending stage on every rank: all must know whether the logits are split.
         for stage in sorted({*own, ending}):
             first, stop = choices.stages[stage]
             layers = {name: model_layers[name] for name in names[first:stop]}
@@ -165,6 +166,7 @@ class StageLayout:
                 if spec.tied_to is None and name not in self._entries:
                     self._add_parameter(name, spec, part.boxes.get(name))
             sizes.append(self._position - before)
+        # Shared parameters come first, so that the other layers' units have no gaps.
         start = self._units[-1].stop if self._units else 0
         for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
             self._units.append(
@@ -195,6 +197,7 @@ class StageLayout:
         holder, holder_count = stages.index(mesh.pipeline_rank), len(stages)
         # All ranks that hold the parameter must compute the same turn.
         turn = [*self.shared].index(name) if name in self.shared else self._turns
+        # Parameters that no rule splits are whole on all tensor ranks: the first counts them.
         if boxes is None:
             boxes = (whole_box(origin.shape),)
             is_counted &= mesh.tensor_rank == 0
@@ -212,6 +215,7 @@ def _shared(
     stages_of_rank: Sequence[Sequence[int]],
 ) -> dict[str, tuple[int, ...]]:
     """Return the parameters that several stages use: name -> pipeline ranks that hold it."""
+    # By stages first: two stages of one rank share a copy, and only ranks exchange.
     users: dict[str, set[int]] = {}
     for stage, (first, stop) in enumerate(stages):
         for name in names[first:stop]:

@@ -87,6 +87,7 @@ class GradientStore(ABC):
             self._stale[0].give_back()
             del self._stale[0]
         self._is_last = this.is_last
+        # The choice may change between steps; without it the buffers' memory is free.
         if not this.compresses:
             self._compression = None
         elif self._compression is None:
@@ -177,6 +178,7 @@ class ReplicatedGradients(GradientStore):
     def __init__(self, layout: StoreLayout, slot: Arena | None = None) -> None:
         super().__init__(layout)
         self._slot = slot
+        # Shared memory takes no bytes until it is written, and is booked then.
         self._is_booked = slot is None
         self._touched: set[int] = set()
         self._compressed: Arena | None = None
@@ -215,6 +217,7 @@ class ReplicatedGradients(GradientStore):
             self._touched.clear()
 
     def _make_buffers(self) -> CompressionBuffers:
+        # One buffer as long as the vector: units travel from it side by side.
         compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)
         self._compressed = compression.free.pop()
         return compression
@@ -242,6 +245,7 @@ class ReplicatedGradients(GradientStore):
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
         travels = carrier.mine[part]
+        # The model's and the unit's number go along: another model's call is refused by name.
         work = self.backend.all_reduce_async(travels, subject=self.layout.subjects[unit.index])
         return _Reduction(work, full, full if carrier is self._slot else travels)
 
@@ -357,6 +361,7 @@ class NodeGradients(ScatteredGradients):
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
             view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
+            # A rule that wrote here would change what other ranks still read.
             view.flags.writeable = False
             views.append(view)
         return views
@@ -449,6 +454,7 @@ class ShardedGradients(GradientStore):
         if buffer is not None:
             return buffer.mine[self._whole[unit.index]], False
         if self._is_deferring:
+            # Of the unit's own length: it is kept for the round, and the pooled ones go on.
             array = self.layout.allocate(MemoryCategory.FULL_GRADIENTS, unit.length)
             buffer = self._deferred[unit.index] = self.layout.private_slot(array)
         else:
@@ -493,6 +499,7 @@ class ShardedGradients(GradientStore):
     def abandon(self) -> None:
         self._free += self._open.values()
         self._open.clear()
+        # Not back to the pool: deferred gradients have buffers of their own lengths.
         self._deferred.clear()
         self._scratch.clear()
         if self.in_flight:
@@ -525,6 +532,7 @@ class ShardedGradients(GradientStore):
     def _take_scratch(self, *, wide: bool) -> Array:
         """Return a buffer for one piece, in the gradient's dtype, or with ``wide`` the sum's."""
         dtype = ACCUMULATION if wide else self.layout.dtype
+        # Of two dtypes, if compression was turned on or off between steps.
         for index, buffer in enumerate(self._scratch):
             if buffer.dtype == dtype:
                 return self._scratch.pop(index)
@@ -548,6 +556,7 @@ class WrappedGradients(GradientStore):
     def __init__(self, inner: GradientStore, layout: StoreLayout | None = None) -> None:
         super().__init__(layout or inner.layout)
         self._inner = inner
+        # The same deque: the layers' loop asks the outer store whether anything is under way.
         self.in_flight = inner.in_flight
 
     def begin(self, this: BackwardPass) -> None:
@@ -616,6 +625,7 @@ class _Reduction:
         target = self.target
         self.work.wait()
         if self.result is not target:
+            # A sum of bfloat16 contributions was made on the host, also for a GPU's gradient.
             values = array_namespace(target).asarray(self.result)
             if self.adds:
                 target += values
@@ -665,6 +675,7 @@ class CompressionBuffers:
 def encode(gradient: Array, compressed: Array) -> None:
     """Round ``gradient``, shape (n,), to the nearest bfloat16 into ``compressed``, shape (n,)."""
     source = to_host(gradient)
+    # In chunks that fit the cache, because the conversion makes a temporary array.
     step = chunk_length(source)
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN stay what they are
         for start in range(0, int(source.size), step):

@@ -123,6 +123,7 @@ class ReplicatedParameters(ParameterStore):
     def __init__(self, layout: StoreLayout) -> None:
         super().__init__(layout)
         self.local_pieces = layout.pieces(sharded=False)
+        # One vector, so that an update of all units runs over one range.
         self._vector = layout.allocate(MemoryCategory.PARAMETERS, self.layout.length)
         # Made once, because layers cache views of these arrays, and renew them for other arrays.
         self._full = [_read_only(self._vector[u.start : u.stop]) for u in layout.units]
@@ -239,6 +240,7 @@ class UnitBuffers:
 
     def __init__(self, layout: StoreLayout) -> None:
         self._layout = layout
+        # A buffer of the longest kept unit would be too long for all others.
         passing = [unit.length for unit in layout.units if unit.index not in layout.kept]
         self.shared_length = max(passing, default=0)
         self.kept: dict[int, Array] = {}
@@ -396,6 +398,7 @@ class MixedParameters(ParameterStore):
         self.local_pieces = masters.local_pieces
         self.in_flight = copies.in_flight
         self.is_whole = copies.is_whole
+        # A rank with all masters rounds them itself, which sends nothing.
         self.owners_only = not isinstance(masters, ReplicatedParameters)
         self._masters = masters
         self._copies = copies
@@ -443,6 +446,7 @@ class MixedParameters(ParameterStore):
 
     def copy_from(self, other: ParameterStore) -> None:
         assert isinstance(other, MixedParameters)
+        # Both, without rounding again: a copy of a model communicates nothing.
         self._masters.copy_from(other._masters)
         self._copies.copy_from(other._copies)
 
@@ -450,6 +454,7 @@ class MixedParameters(ParameterStore):
         """Round masters that this rank holds. Collective if only their owners do."""
         masters, copies = self._masters.owned(pieces), self._copies.owned(pieces)
         for master, copy in zip(masters, copies, strict=True):
+            # By the owner and before publishing: all ranks compute with the same copies.
             round_into(copy, master)
         if self.owners_only:
             self._copies.publish(pieces)

@@ -39,6 +39,7 @@ class ModelVector:
         is_one_store = parameters.backend.world_size == world.world_size
         # One buffer for all units: no rank ever holds two of them.
         length = max(u.length for u in units) if begins or not is_one_store else 0
+        # On the host: initial values are drawn there, for every device the same.
         full = np.empty(length, parameters.layout.dtype)
         for unit in units:
             values = full[: unit.length]
@@ -165,6 +166,7 @@ class MeshVector(ModelVector):
 
     def replicated_ranges(self) -> list[tuple[int, int]]:
         others = [p for rank, p in enumerate(self._placements) if rank != self._mesh.model.rank]
+        # By name and box: tensor ranks hold other boxes of the parameters that are split.
         theirs = {
             (s.entry.name, box) for p in others for s in p.local_parameters for box in s.boxes
         }
@@ -195,6 +197,7 @@ class MeshVector(ModelVector):
         wants, local_root = True, 0
         if root is not None:
             pipeline, tensor, data = self._mesh.coordinates_of(root)
+            # Other data groups hold the same values, and need not send them.
             wants = self._mesh.data_rank == data
             local_root = pipeline * self._mesh.tensor_size + tensor
         receives = wants and root in (None, self._mesh.world.rank)
@@ -205,6 +208,7 @@ class MeshVector(ModelVector):
             own = [read(local) for local in found if local.is_counted]
             if not wants:
                 continue
+            # One message for each layer, however many parameters it has.
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
             everyone: Array | None
             if root is None:

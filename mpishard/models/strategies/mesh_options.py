@@ -123,6 +123,7 @@ def _checked(name: str, given: Any) -> Any:
                 raise TypeError(f"{name} must be an ActivationCheckpointConfig{_but(given)}")
             return given
         case "data_parallel_strategy":
+            # "ZeRO-1" is how papers spell it.
             known = str(given).lower().replace("-", "")
             if known not in DATA_POLICIES:
                 raise ValueError(f"unknown {name} {given!r}; there are {', '.join(DATA_POLICIES)}")

@@ -132,6 +132,7 @@ class MeshModel(ShardedModelBase):
                 "'fsdp', which divides samples and state over all ranks, or a model that "
                 "implements ILayeredModel (mpishard.nn)"
             )
+        # One line with all reasons: every rank would say the same.
         if self.rank == 0 and found:
             _log.warning("%r: %s", self, "; ".join(found))
 
@@ -164,6 +165,7 @@ class MeshModel(ShardedModelBase):
         # One data rank has no other to shard with.
         if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
+        # Nothing of a black box can be cut: all ranks of a replica compute the same.
         if isinstance(program, WholeProgram):
             if self.mesh.model_size > 1:
                 # Of the ranks that repeat one another's work, the first counts and writes.

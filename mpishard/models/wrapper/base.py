@@ -152,6 +152,7 @@ class ShardedModelBase(IShardedModel):
         self._wrapped_model = wrapped_model
         self._config = config
         self._has_logged_train = False
+        # Here and not at the first step: a wrong launch is refused before parameters are made.
         self.backend.initialize()
         self._check_leaves()
         self._on_before_initialize_sharding()
@@ -187,6 +188,7 @@ class ShardedModelBase(IShardedModel):
         # Before the first collective whose length depends on the model: it would fail in another
         # way if the ranks' models differed.
         require_same_on_all_ranks(program, self.strategy, self._config, self._shared_choices())
+        # Only after the comparison: groups of ranks are made by collectives.
         program = self._divided(program)
         if self._config.replica_size is not None:
             program.replica.train_apart(self._replicas(self._config.replica_size))
@@ -196,6 +198,7 @@ class ShardedModelBase(IShardedModel):
         if self.gradient_leaves is not None:
             warn_of_other_bits(self._config, program.dtype)
         program.vector.distribute(self.engine.parameters, self.backend, program.fill)
+        # Seeds and buffers: a unit's values are not all that rank 0 decides.
         program.distribute_constants(self.backend)
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")
@@ -521,6 +524,7 @@ class ShardedModelBase(IShardedModel):
         self.engine.replicas.require_equal("apply_gradients")
         self.engine.round.require_none("apply_gradients()")
         vector = agreed_vector(self.engine, gradients, "apply_gradients", rate)
+        # `change` and no `update`: a gradient given by the user counts as no step.
         self.engine.change(descent(rate), self.engine.given(vector))
 
     def synchronize_gradients(self) -> Array | None:
@@ -758,6 +762,7 @@ class ShardedModelBase(IShardedModel):
             For other bytes, or those of another model, before anything is communicated; on every
             rank if the ranks were given different bytes. The model is unchanged then.
         """
+        # All is checked before parameters change: after an error the model is as it was.
         vector, choices = self._files.unpacked(data)
         self.set_parameters(vector)
         self._files.take_choices(choices)

@@ -67,6 +67,7 @@ class ModelFiles:
     def unpacked(self, data: bytes) -> tuple[Array, dict[str, object]]:
         """Return the vector and the choices in bytes of `serialize`. Collective."""
         arrays, choices = tensors_of(data), choices_of(data)
+        # Local checks come first: bytes that are wrong on all ranks cost no message.
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
         self._check_choices(choices)
         # Different choices would make different models from equal vectors, unnoticed by any rank.

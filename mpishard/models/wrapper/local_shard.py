@@ -79,6 +79,7 @@ class LocalShard:
             stop = start + int(target.size)
             copy_into(target, values[start:stop])
             start = stop
+        # Copies, caches and the model itself are derived from what was written.
         engine.read()
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -161,6 +162,7 @@ def compare_replicas(
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
         own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
+    # Rows of numbers and no names: a name travels only if its parameter differs.
     everyone = world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)
     copies: dict[int, dict[int, int]] = {}
     for rank, key, crc in everyone.tolist():

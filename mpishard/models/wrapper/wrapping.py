@@ -245,12 +245,15 @@ def build_engine(
     parameters and gradients lie in memory that a node's ranks share, if they can share any; the
     call is collective then.
     """
+    # A black box keeps its whole vector; its gradients and state can be sharded still.
     if program.needs_whole_parameters:
         policy = replace(policy, shards_parameters=False)
+    # Before the first large array: a process sets it once.
     reuse_freed_memory()
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
     own = [local.entry for local in program.vector.placement.local_parameters]
+    # All ranks make models in one order, so that they get equal numbers without a message.
     subject = config.communication_backend.number_model(name, first_names(program.units, own))
     layout = StoreLayout(
         program.units,
@@ -325,6 +328,7 @@ def make_gradient_store(
         length = ShardedGradients.slot_length(layout)
         slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
         return ShardedGradients(layout, slots or ())
+    # Full gradients that peers read in place: a reduction on a node then copies nothing.
     slots = layout.allocate_slots(ReplicatedGradients.length_for(layout), 1)
     slot = slots[0] if slots else None
     # Every rank updates everything, and reads each sum where its owner has made it.
