@@ -319,7 +319,7 @@ def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, opti
     engine = model.engine
     names = [entry.name for entry in model.parameter_entries]
     counts = np.zeros((len(names), 2))
-    for segment in (segment for segments, _ in optimizer._state.parts for segment in segments):
+    for segment in (segment for segments, _ in optimizer._state.views for segment in segments):
         counts[names.index(segment.name)] += segment.stop - segment.start
     found = engine.sum_over_owners(counts)
     sizes = [entry.size for entry in model.parameter_entries]
