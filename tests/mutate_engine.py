@@ -59,7 +59,7 @@ TESTED = {
     ("_copy_all", "synchronize(array)"):
         "models/test_devices.py::test_what_was_staged_for_an_update_may_change",
     ("ExchangedPasses.again", "engine.world.all_reduce(squares, subject=engine.layout.subject)"):
-        f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
+        f"{_LATE}::test_pending_gradients_are_applied_as_by_later_steps",
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,
     ("CompressedSums.exchange", "work.wait()"):
         "optimizers/test_compression.py::test_whole_gradients_of_the_first_steps_are_waited_for",
@@ -76,17 +76,17 @@ TESTED = {
      "world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "same_outcome(self.model.backend)"):
-        f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
+        f"{_RESUME}::test_state_that_one_rank_cannot_restore_ends_all",
     ("TrainingRun._one_step", "model.backend.all_reduce(np.array(requests.own))"):
-        "callbacks/test_callbacks.py::test_a_wish_at_an_evaluation_stops_at_once",
+        "callbacks/test_callbacks.py::test_a_request_at_an_evaluation_stops_at_once",
     ("checkpoint_to_resume", "same_outcome(backend)"):
-        f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
+        f"{_RESUME}::test_all_ranks_raise_if_rank_0_cannot_search_for_a_checkpoint",
     ("checkpoint_to_resume", "share_path(backend, found)"):
         "optimizers/test_frozen_checkpoints.py::test_interrupted_and_resumed_it_is_the_same_run",
     ("UserState.position", "same_outcome(self._backend)"):
-        f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",
+        f"{_RESUME}::test_state_that_one_rank_cannot_save_is_refused_by_all",
     ("UserState.position", "gather_texts(self._backend, text)"):
-        f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
+        f"{_RESUME}::test_state_that_differs_between_ranks_is_saved_for_each",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
     ("_Minimization.go", "same_outcome(backend)"): "optimizers/test_minimize.py"

@@ -243,3 +243,50 @@ ms.FSDPModel(ms.nn.MLP([4, 3, 2]), config)
         r"arrive; .*mpishard\.run_in_threads\(4, main\) starts them all",
         ended.stderr,
     ), ended.stderr
+
+
+# ---------------------------------------------------------------------------- words that are gone
+
+# Each word that the package no longer uses, and the word in its place. Sorted, one on a line.
+GONE = {
+    "HeldLayer": "LocalLayer",
+    "HeldLayers": "LocalLayers",
+    "HeldParameters": "LocalShard",
+    "OptionRange": "SegmentOptions",
+    "Overlap": "SharedRegion",
+    "OwnedRange": "PieceViews",
+    "ParameterCells": "FixedSegments",
+    "Wishes": "Requests",
+    "_check_place": "_check_index",
+    "_is_told": "_is_ordered",
+    "_option_ranges": "_options_of",
+    "blocks_of": "boxes_of",
+    "cells_of": "common_pieces",
+    "count_in": "index_pieces",
+    "cut_at_cells": "cut_into_common_pieces",
+    "deal_beside": "distribute_state",
+    "deal_constants": "distribute_constants",
+    "held_alike": "replicated_ranges",
+    "held_gradient": "gradient_identity",
+    "held_whole": "whole_layers",
+    "numbered_parts": "numbered_parameters",
+    "part_of": "owned_parameter",
+    "place_of": "origin_of",
+    "places_of": "rows_of",
+    "say_what_is_ignored": "log_ignored_offload",
+    "say_what_is_slow": "warn_of_slow_products",
+    "say_what_may_differ": "warn_of_other_bits",
+    "written_here": "pieces_to_write",
+    "written_part": "range_to_write",
+}
+
+
+def test_words_that_are_gone_do_not_come_back() -> None:
+    assert list(GONE) == sorted(GONE)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(GONE)})(?!\w)")
+    found = [
+        f"{path.name}: {word}, use {GONE[word]}"
+        for path in sorted(Path(ms.__file__).parent.rglob("*.py"))
+        for word in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert not found

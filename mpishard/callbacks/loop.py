@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import SupportsFloat
 
 from mpishard.base import Preempted, as_count, require_type, settings
 from mpishard.callbacks.preemption import Preemption
@@ -50,13 +51,13 @@ class LoopHooks:
 
     def step(
         self,
-        loss: Any = float("nan"),
+        loss: SupportsFloat = math.nan,
         *,
         samples: float = 0.0,
         epoch: int | None = None,
         learning_rate: float | None = None,
-        gradient_norm: Any = None,
-        **values: Any,
+        gradient_norm: SupportsFloat | None = None,
+        **values: SupportsFloat | str,
     ) -> bool:
         """Report an update; return whether the loop is to end. Collective.
 
@@ -90,7 +91,7 @@ class LoopHooks:
         self.run.call("on_step", self.record)
         return self._agree()
 
-    def evaluate(self, loss: Any, **others: float) -> bool:
+    def evaluate(self, loss: SupportsFloat, **others: float) -> bool:
         """Report the validation loss; return whether the loop is to end. Collective.
 
         ``others``, such as ``accuracy``, are written beside it.
@@ -117,14 +118,14 @@ class LoopHooks:
         return self.stops
 
 
-def _number(value: Any) -> float:
+def _number(value: SupportsFloat) -> float:
     # PyTorch warns if float() is called on a loss with a graph; item() gives no warning.
     return float(value.item() if hasattr(value, "item") else value)
 
 
 @contextmanager
 def running(
-    callbacks: Sequence[Any],
+    callbacks: Sequence[object],
     backend: CommunicationBackend,
     *,
     total_steps: int | None = None,

@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -25,6 +26,9 @@ PREEMPTING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _ONE_ORDER_SECONDS = 1.0
 """Seconds in which signals are one order, which SLURM, srun and `mpishard run` each pass on."""
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
+"""A handler of a signal, in each form in which Python returns one."""
 
 
 class Preemption:
@@ -56,7 +60,7 @@ class Preemption:
         self._backend = backend
         self._resumable_by = resumable_by
         self._process = os.getpid()
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, _Handler] = {}
         self._received: set[signal.Signals] = set()
         self._terminated_at: float | None = None
         self._may_be_asked = False

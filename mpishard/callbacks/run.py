@@ -6,10 +6,10 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
@@ -90,7 +90,7 @@ class Requests:
         return stops > 0, saves > 0
 
 
-def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
+def check_callbacks(callbacks: object) -> tuple[object, ...]:
     """Return the callbacks as a tuple.
 
     Raises
@@ -116,7 +116,7 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     return tuple(callbacks)
 
 
-def names_of(callbacks: Sequence[Any]) -> list[str]:
+def names_of(callbacks: Sequence[object]) -> list[str]:
     """Return the class name of each callback, with a number from the second of a class on."""
     kinds = [type(callback).__name__ for callback in callbacks]
     counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
@@ -156,7 +156,7 @@ class Run:
 
     def __init__(
         self,
-        callbacks: Sequence[Any],
+        callbacks: Sequence[object],
         backend: CommunicationBackend,
         *,
         model: Any = None,
@@ -169,7 +169,7 @@ class Run:
         self.total_steps = total_steps
         self.unit = unit
         self.announcement = self.ending = ""
-        self.logged: dict[str, Any] = {}
+        self.logged: dict[str, SupportsFloat | str] = {}
         self.requests = Requests()
         self._can_save = can_save
         self._reason = self._calling = ""
@@ -213,7 +213,7 @@ class Run:
             raise ValueError("run.save() needs checkpoint, the folder to write to")
         self.requests.own[1] = 1.0
 
-    def log(self, **values: Any) -> None:
+    def log(self, **values: SupportsFloat | str) -> None:
         """Add numbers or texts to the figures that the callbacks after this one write.
 
         Writers write those of rank 0.
@@ -258,7 +258,7 @@ class Run:
                         "callbacks inside main(backend), so that each rank has its own"
                     )
                 stack.callback(_users.pop, id(callback), None)
-            if hasattr(callback, "__exit__"):
+            if isinstance(callback, AbstractContextManager):
                 stack.enter_context(callback)
 
     def call(self, hook: str, record: Record) -> None:

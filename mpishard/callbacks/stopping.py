@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from mpishard.base import as_amount, as_count
 from mpishard.callbacks.run import Record, Run
@@ -87,11 +86,11 @@ class EarlyStopping:
         """Whether the patience is exhausted."""
         return self.patience is not None and self.waited >= self.patience
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float | None]:
         """Return the state that a checkpoint saves as JSON."""
         return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Go on from a saved `state_dict`."""
         for name in self.state_dict():
             setattr(self, name, state[name])

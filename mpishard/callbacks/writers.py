@@ -6,15 +6,19 @@ import csv
 import io
 import math
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 from mpishard.base import check_path, optional_package
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint import replace_file
 from mpishard.contracts import PathLike
 from mpishard.observe import MetricsWriter, Progress
+
+Figures = Mapping[str, SupportsFloat | str]
+"""Name of a figure -> a number or a text."""
 
 
 class _Writer:
@@ -35,7 +39,7 @@ class _Writer:
     def on_step(self, run: Run, record: Record) -> None:
         """Write the figures of a step, and the values that earlier callbacks have logged."""
         if self._is_open:
-            figures = {
+            figures: dict[str, SupportsFloat | str | None] = {
                 "epoch": record.epoch,
                 "loss": record.loss,
                 "learning_rate": record.learning_rate,
@@ -65,7 +69,7 @@ class _Writer:
     def _open(self, run: Run, record: Record) -> None:
         raise NotImplementedError
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         raise NotImplementedError
 
     def _close(self, error: BaseException | None) -> None:
@@ -90,7 +94,7 @@ class JSONLines(_Writer):
     def _open(self, run: Run, record: Record) -> None:
         self._file = MetricsWriter(self._path, resume_step=record.step)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         self._file.write(step, **figures)
 
     def _close(self, error: BaseException | None) -> None:
@@ -138,7 +142,7 @@ class CSVFile(_Writer):
         self._stream = self._path.open("a", newline="", encoding="utf-8")
         self._table = csv.DictWriter(self._stream, self._columns, restval="")
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         new = [name for name in figures if name not in self._columns]
         if new:  # the table is written anew, with all of its rows, for the new columns
             self._columns += new
@@ -175,7 +179,7 @@ class TensorBoard(_Writer):
         purge = record.step + 1 if record.step else None
         self._events = self._kind(str(self._folder), purge_step=purge, flush_secs=10)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         for name, value in figures.items():
             if isinstance(value, str):
                 self._events.add_text(name, value, step)
@@ -208,7 +212,7 @@ class WandB(_Writer):
     def _open(self, run: Run, record: Record) -> None:
         self._run = self._wandb.init(**self._options)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         self._run.log(figures, step=step)
 
     def _close(self, error: BaseException | None) -> None:

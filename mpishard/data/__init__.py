@@ -9,6 +9,7 @@ libraries' data loaders. This room imports layout and arrays.
 
 from mpishard.data.batches import Batches, RankBatch, origin_of
 from mpishard.data.dataset import (
+    Dataset,
     Samples,
     TokenWindows,
     check_dataset,

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from mpishard.base import Data, as_count, as_flag, as_index, require_type
-from mpishard.data.dataset import Samples, TokenWindows, is_sparse, namespace_of, take
+from mpishard.data.dataset import Dataset, Samples, TokenWindows, is_sparse, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
 _NAMED_RUNS = 4  # runs of samples that a message lists
@@ -71,8 +71,8 @@ class Batches:
 
     def __init__(
         self,
-        x: Any,
-        y: Any,
+        x: Dataset,
+        y: Dataset | None,
         sampler: GlobalBatchSampler | LocalBatchSampler,
         rank: int,
         world_size: int,
@@ -140,7 +140,7 @@ class Batches:
             self._sampler.local(*divmod(step, per_epoch), *self._rank_and_size) for step in steps
         ]
         wanted = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
-        found: list[list[Any]] = []
+        found: list[list[Data]] = []
         for name, dataset in self._datasets.items():
             try:
                 samples = take(dataset, wanted) if dataset is not None else None
@@ -162,7 +162,7 @@ class Batches:
         ]
 
 
-def _is_in_memory(dataset: Any) -> bool:
+def _is_in_memory(dataset: Dataset | None) -> bool:
     if dataset is None or isinstance(dataset, TokenWindows):
         return True
     # An array whose pages are read from the disk when they are accessed.
@@ -173,7 +173,7 @@ def _is_in_memory(dataset: Any) -> bool:
     return namespace_of(dataset) is not None or is_sparse(dataset)
 
 
-def origin_of(dataset: Any) -> str:
+def origin_of(dataset: object) -> str:
     """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything

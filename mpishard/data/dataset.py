@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from pathlib import PurePath
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mpishard.base import Array, Namespace, array_namespace, as_count, as_integer, require_plain
+from mpishard.base import (
+    Array,
+    Data,
+    Namespace,
+    array_namespace,
+    as_count,
+    as_integer,
+    require_plain,
+)
+
+
+class Dataset(Protocol):
+    """Samples that a slice or an array of integers selects, in memory or in a file."""
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
 
 
 class TokenWindows:
@@ -138,7 +152,7 @@ class Samples:
         self.tree = tree
         lengths: dict[str, int] = {}
 
-        def measure(name: str, leaf: Any) -> None:
+        def measure(name: str, leaf: object) -> None:
             lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
 
         map_tree(measure, tree)
@@ -148,13 +162,13 @@ class Samples:
             raise ValueError(f"the arrays of Samples must have equal lengths, got {lengths}")
         self._length = next(iter(lengths.values()))
 
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[Dataset]:
         """Return the arrays, in order."""
-        found: list[Any] = []
+        found: list[Dataset] = []
         self.map(found.append)
         return found
 
-    def map(self, function: Callable[[Any], Any]) -> Any:
+    def map(self, function: Callable[[Any], object]) -> Any:
         """Return a tree of the same structure, with ``function(leaf)`` for each leaf."""
         return map_tree(lambda _, leaf: function(leaf), self.tree)
 
@@ -162,21 +176,22 @@ class Samples:
         return self._length
 
     def __getitem__(self, rows: Any) -> Samples:
-        is_slice = isinstance(rows, slice)
-        return Samples(self.map(lambda leaf: leaf[rows] if is_slice else take(leaf, rows)))
+        return Samples(
+            self.map(lambda leaf: leaf[rows] if isinstance(rows, slice) else take(leaf, rows))
+        )
 
     def __repr__(self) -> str:
         return f"Samples({self.map(lambda leaf: getattr(leaf, 'shape', len(leaf)))})"
 
 
-def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
+def map_tree(function: Callable[[str, Any], object], tree: object, name: str = "") -> Any:
     """Return a tree of the same structure, with ``function(name, leaf)`` for each leaf.
 
     Inner nodes are dicts, lists, tuples and named tuples. The name of a leaf is the path to it, as
     in ``layers.0.weight``; that of a tree that is one leaf is empty.
     """
 
-    def mapped(key: Any, child: Any) -> Any:
+    def mapped(key: object, child: object) -> Any:
         return map_tree(function, child, f"{name}.{key}" if name else str(key))
 
     if isinstance(tree, Mapping):
@@ -188,12 +203,12 @@ def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> 
     return type(tree)(map(mapped, range(len(tree)), tree))
 
 
-def tree_of(samples: Any) -> Any:
+def tree_of(samples: Data) -> Data:
     """Return the tree of `Samples`, which user functions take, or an array as it is."""
     return samples.tree if isinstance(samples, Samples) else samples
 
 
-def map_arrays(function: Callable[[Any], Any], samples: Any) -> Any:
+def map_arrays(function: Callable[[Array], object], samples: Data) -> Data:
     """Return ``function(array)``, or `Samples` of the arrays' results."""
     if isinstance(samples, Samples):
         return Samples(samples.map(function))
@@ -207,11 +222,13 @@ _NAMED = 5  # most arrays of a file that a message lists
 
 def count_samples(dataset: Any) -> int:
     """Return a data set's number of samples; Zarr arrays and sparse matrices have only a shape."""
-    has_length = hasattr(dataset, "__len__") and not is_sparse(dataset)
-    return len(dataset) if has_length else int(dataset.shape[0])
+    # The length of a sparse matrix is refused by SciPy, as ambiguous.
+    if isinstance(dataset, Sized) and not is_sparse(dataset):
+        return len(dataset)
+    return int(dataset.shape[0])
 
 
-def is_sparse(dataset: Any) -> bool:
+def is_sparse(dataset: object) -> bool:
     """Return whether a data set is a sparse matrix or array, such as those of SciPy."""
     return hasattr(dataset, "tocsr")
 
@@ -219,8 +236,8 @@ def is_sparse(dataset: Any) -> bool:
 @overload
 def take(dataset: Samples, indices: Array) -> Samples: ...
 @overload
-def take(dataset: Any, indices: Array) -> Array: ...
-def take(dataset: Any, indices: Array) -> Array | Samples:
+def take(dataset: Dataset, indices: Array) -> Array: ...
+def take(dataset: Dataset, indices: Array) -> Array | Samples:
     """Return the samples of ``dataset`` at ``indices``, as a new array.
 
     Nothing else of the data set is read.
@@ -290,7 +307,7 @@ def namespace_of(dataset: Any) -> Namespace | None:
         return None
 
 
-def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
+def check_dataset(dataset: object, name: str, *, allow_empty: bool = False) -> int:
     """Refuse what `take` could not read; return the number of samples.
 
     Parameters
@@ -353,7 +370,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         length = count_samples(dataset)
     except (TypeError, AttributeError, IndexError) as error:
         # 0-dim arrays have __len__, and raise.
-        raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
+        raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} fails: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")
     return length

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mpishard.base import Array, DType, optional_package
+from mpishard.contracts import PathLike
 
 Rows = npt.NDArray[np.integer[Any]]
+
+
+class _Table(Protocol):
+    """A table whose rows are indexed, and whose columns have names."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, indices: Any, /) -> Mapping[str, Any]: ...
 
 
 class Column:
@@ -42,7 +50,7 @@ class Column:
     [[0.0, 0.0, 1.0]]
     """
 
-    def __init__(self, rows: Any, name: str) -> None:
+    def __init__(self, rows: _Table, name: str) -> None:
         if len(rows) and name not in rows[:1]:
             raise KeyError(f"there is no column {name!r}; there are {', '.join(rows[:1])}")
         self.rows = rows
@@ -54,7 +62,7 @@ class Column:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, indices: Any) -> Array:
+    def __getitem__(self, indices: slice | Array) -> Array:
         """Return the values of a slice or an array of integers, shape (n, ...)."""
         return np.asarray(self.rows[indices][self.name])
 
@@ -100,7 +108,7 @@ class ParquetColumns:
         column has missing values, lists of different lengths, or values that are not numbers.
     """
 
-    def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
+    def __init__(self, path: PathLike | Sequence[PathLike], columns: str | Sequence[str]) -> None:
         parquet = optional_package("pyarrow.parquet", "ParquetColumns", "data")
         files = _files(path)
         self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, files))
@@ -149,7 +157,7 @@ class ParquetColumns:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, indices: Any) -> Array:
+    def __getitem__(self, indices: slice | Array) -> Array:
         """Return the samples of a slice or an array of integers, shape (n, ...)."""
         if isinstance(indices, slice):
             indices = np.arange(*indices.indices(len(self)))
@@ -216,7 +224,7 @@ def _dtype_of(types: Sequence[Any]) -> DType:
     return np.result_type(*(each.to_pandas_dtype() for each in elements))
 
 
-def _files(path: Any) -> list[Path]:
+def _files(path: PathLike | Sequence[PathLike]) -> list[Path]:
     if not isinstance(path, str | Path):
         found = [Path(each) for each in path]
     else:

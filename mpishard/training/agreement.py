@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ from mpishard.base import Array
 from mpishard.callbacks import names_of
 from mpishard.communication import differences, same_outcome
 from mpishard.contracts import ILossFunction
-from mpishard.data import count_samples, origin_of, take
+from mpishard.data import Dataset, count_samples, origin_of, take
 from mpishard.models import Program, ShardedModelBase, program_of
 from mpishard.optimizers import ShardedOptimizerBase
 from mpishard.sharding import ShardingConfiguration, refuse_with_leaves, shared_choices
@@ -29,7 +28,7 @@ _SETTINGS = (
 
 
 def refuse_early(
-    model: Any, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
+    model: object, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
 ) -> dict[str, list[int]]:
     """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
 
@@ -104,7 +103,7 @@ def _check_first(
         program.predict(None, first[0])  # type: ignore[arg-type]
 
 
-def _take_first(samples: Any, name: str, indices: npt.NDArray[np.int64]) -> Array:
+def _take_first(samples: Dataset, name: str, indices: npt.NDArray[np.int64]) -> Array:
     try:
         taken: Array = take(samples, indices)
     except Exception as error:
@@ -127,7 +126,7 @@ def require_agreement(
     optimizer: ShardedOptimizerBase,
     model: ShardedModelBase,
     data: OptimizationInputData,
-    order: Mapping[str, Any],
+    order: Mapping[str, object],
 ) -> None:
     """Refuse a run whose length, order, data or rule differs between ranks. Collective.
 
@@ -162,7 +161,7 @@ def require_agreement(
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> bool | float | str | None:
     if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
         return os.fsencode(value).decode(errors="backslashreplace")
     return value if isinstance(value, bool | int | float | None) else str(value)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import numpy as np
+
 from mpishard.base import (
     as_amount,
     as_count,
@@ -17,11 +19,17 @@ from mpishard.base import (
 )
 from mpishard.callbacks import check_callbacks
 from mpishard.contracts import PathLike
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
-from mpishard.training.run_state import check_user_state
+from mpishard.data import (
+    Dataset,
+    GlobalBatchSampler,
+    LocalBatchSampler,
+    check_dataset,
+    count_samples,
+)
+from mpishard.training.run_state import Stateful, check_user_state
 
 # Type of a field -> its check. Numbers are counts, except the seed and the tolerance.
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_CHECKS: dict[str, Callable[[str, Any], float]] = {
     "bool": as_flag, "bool | None": as_flag, "int": as_count, "int | None": as_count,
     "float": as_amount,
 }  # fmt: skip
@@ -122,12 +130,12 @@ class OptimizationInputData:
     """
 
     model: Any = None
-    x_train: Any
-    y_train: Any = None
-    x_validation: Any = None
-    y_validation: Any = None
-    x_test: Any = None
-    y_test: Any = None
+    x_train: Dataset
+    y_train: Dataset | None = None
+    x_validation: Dataset | None = None
+    y_validation: Dataset | None = None
+    x_test: Dataset | None = None
+    y_test: Dataset | None = None
     local_data: bool = False
     batch_size: int = 32
     epochs: int | None = None
@@ -148,14 +156,14 @@ class OptimizationInputData:
     keep_every: int | None = None
     checkpoint_async: bool = False
     resume: PathLike | bool | None = None
-    user_state: Mapping[str, Any] | None = None
+    user_state: Mapping[str, np.random.Generator | Stateful] | None = None
     digest_every: int | None = None
     progress: bool = True
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
-    callbacks: Sequence[Any] = ()
+    callbacks: Sequence[object] = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A misspelled argument would otherwise be set, and have no effect.
         require_attribute(self, name, self.__dataclass_fields__)
         super().__setattr__(name, value)
@@ -183,7 +191,7 @@ class OptimizationInputData:
         """True if the best parameters are put back at the end."""
         return self.patience is not None if self.keep_best is None else self.keep_best
 
-    def checked(self, model: Any = None) -> Self:
+    def checked(self, model: object = None) -> Self:
         """Return a copy with Python's own numbers and flags, if it can be trained.
 
         ``model`` is trained if these data name none. Communicates and writes nothing.
@@ -278,7 +286,7 @@ class OptimizationInputData:
         length = count_samples(getattr(self, f"x_{part}"))
         return GlobalBatchSampler(length, self.batch_size, leaves=leaves, **choices)
 
-    def order_of_samples(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def order_of_samples(self, lengths: Sequence[int]) -> dict[str, object]:
         """Return the choices that determine the order of the training samples, for JSON."""
         return {
             "local_data": self.local_data,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpishard.base import Array, ShardLayout, to_host
+from mpishard.base import Array, Data, ShardLayout, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
+from mpishard.contracts import ILossFunction
+from mpishard.data import Batches, Dataset, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
 from mpishard.models import ShardedModelBase, measured
 from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, parts_of
 
@@ -42,8 +42,8 @@ class DatasetResult:
         Indices in ``x`` of their samples, shape (n,), rising.
     """
 
-    x: Any = field(repr=False)
-    y: Any = field(repr=False)
+    x: Dataset = field(repr=False)
+    y: Dataset | None = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
     predictions: Array | None = field(default=None, repr=False)
     indices: npt.NDArray[np.int64] | None = field(default=None, repr=False)
@@ -51,8 +51,8 @@ class DatasetResult:
 
 def evaluate(
     model: ShardedModelBase,
-    x: Any,
-    y: Any,
+    x: Dataset,
+    y: Dataset | None,
     sampler: GlobalBatchSampler | LocalBatchSampler,
     *,
     keep_predictions: bool = False,
@@ -78,8 +78,9 @@ def evaluate(
         engine.replica.reports_loss
     )  # of the ranks that compute the same samples one counts them
     # An empty batch has the shape of a target, and no target is read for it.
-    needs_shape = engine.loss is not None and y is not None
-    nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
+    nothing: Data = np.zeros(0)
+    if engine.loss is not None and y is not None:
+        nothing = take(y, np.zeros(0, np.int64))
     statistics = statistics_for(engine.loss, nothing)
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves, subject = engine.leaves, engine.layout.subject
@@ -124,7 +125,7 @@ def evaluate(
     return result
 
 
-def statistics_for(loss: Any, target: Any) -> Classification | Regression | None:
+def statistics_for(loss: ILossFunction | None, target: Data) -> Classification | Regression | None:
     """Return empty statistics of the kind that belongs to ``loss``; None for an unknown loss.
 
     Parameters
@@ -196,7 +197,7 @@ class Regression:
         self._squared_K = np.zeros(output_count)
         self._moments = _no_moments(output_count)
 
-    def add(self, prediction: Array, target: Any) -> None:
+    def add(self, prediction: Array, target: Data) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
         target, weights = parts_of(target)
         if len(target) == 0:

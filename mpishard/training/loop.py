@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -393,7 +392,7 @@ class TrainingRun:
 
     # --------------------------------------------------------------------------------- positions
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, object]:
         """Return the run's position, and the choices that determine its order. Collective."""
         return {
             "step": self.step,

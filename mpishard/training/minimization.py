@@ -35,7 +35,7 @@ from mpishard.communication import (
     same_outcome,
 )
 from mpishard.contracts import PathLike
-from mpishard.data import check_dataset, take
+from mpishard.data import Dataset, check_dataset, count_samples, take
 from mpishard.models import ZeRO2Model, check_leaves
 from mpishard.optimizers import LBFGS, ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration, refuse_with_leaves
@@ -48,16 +48,16 @@ _RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2", "maxcor": "
 
 
 def minimize(
-    fun: Callable[..., Any],
-    theta0: Any,
-    args: Sequence[Any] = (),
+    fun: Callable[..., object],
+    theta0: object,
+    args: Dataset | Sequence[Dataset] = (),
     method: str = "L-BFGS",
     *,
     backend: CommunicationBackend | None = None,
     jac: bool | Callable[..., Array] = True,
     bounds: Any = None,
-    options: Mapping[str, Any] | None = None,
-    callback: Callable[..., Any] | None = None,
+    options: Mapping[str, float | None] | None = None,
+    callback: Callable[..., object] | None = None,
     local_data: bool = False,
     checkpoint: PathLike | None = None,
     checkpoint_every: int | None = None,
@@ -173,7 +173,8 @@ def minimize(
     choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
-        "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
+        "data sets": len(args),
+        "samples": None if local_data else count_samples(args[0]) if args else 1,
         "local_data": local_data, "gradient_leaves": leaves,
         "callback": callback is not None, "jac": jac is True,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
@@ -197,7 +198,7 @@ class _Minimization:
     rule: LBFGS
     limits: Mapping[str, float]
     objective: Objective
-    callback: Callable[..., Any] | None
+    callback: Callable[..., object] | None
 
     @property
     def backend(self) -> CommunicationBackend:
@@ -344,7 +345,7 @@ def _checked_theta(given: Any) -> Array:
     return theta
 
 
-def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
+def _checked_args(args: Dataset | Sequence[Dataset], *, local_data: bool) -> tuple[Dataset, ...]:
     if not isinstance(args, tuple | list):
         args = (args,)  # as SciPy does
     lengths = [check_dataset(a, f"args[{i}]", allow_empty=local_data) for i, a in enumerate(args)]
@@ -408,7 +409,7 @@ def _checked_bounds(bounds: Any, theta: Array, rule: LBFGS) -> tuple[Array, Arra
     return lower, upper
 
 
-def _checked_functions(fun: Any, jac: Any, callback: Any) -> Callable[..., tuple[float, Array]]:
+def _checked_functions(fun: Any, jac: Any, callback: object) -> Callable[..., object]:
     for name, function in (("fun", fun), ("callback", callback)):
         if not callable(function) and not (name != "fun" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
@@ -420,7 +421,7 @@ def _checked_functions(fun: Any, jac: Any, callback: Any) -> Callable[..., tuple
             "adapter, such as mpishard.adapters.AutogradModel, differentiates a loss"
         )
 
-    def both(theta: Array, *args: Any) -> tuple[float, Array]:
+    def both(theta: Array, *args: Array) -> tuple[object, object]:
         return fun(theta, *args), jac(theta, *args)
 
     return both
@@ -431,12 +432,12 @@ class LeafSamples:
 
     Parameters
     ----------
-    leaves : sequence of (sequence of Array, int)
+    leaves : sequence of (sequence of object, int)
         The arguments of the function besides theta for each leaf, cut along the first dim, and the
         leaf's number of samples. A function without data counts as one sample, on rank 0.
     """
 
-    def __init__(self, leaves: Sequence[tuple[Sequence[Array], int]]) -> None:
+    def __init__(self, leaves: Sequence[tuple[Sequence[object], int]]) -> None:
         self.leaves = leaves
 
     def __len__(self) -> int:
@@ -453,7 +454,7 @@ class LeafSamples:
     @classmethod
     def of(
         cls,
-        args: Sequence[Any],
+        args: Sequence[Dataset],
         backend: CommunicationBackend,
         leaves: int | None,
         *,
@@ -461,9 +462,9 @@ class LeafSamples:
     ) -> LeafSamples:
         """Return this rank's samples: its part of data that all ranks have, or its own data."""
         if local_data:
-            return cls([(tuple(args), len(args[0]))])
+            return cls([(tuple(args), count_samples(args[0]))])
         size = backend.world_size
-        layout = LeafLayout(len(args[0]) if args else 1, leaves or size, size)
+        layout = LeafLayout(count_samples(args[0]) if args else 1, leaves or size, size)
         found = []
         for part in layout.slices(backend.rank):
             rows = np.arange(part.start, part.stop)
@@ -487,7 +488,7 @@ class Objective:
 
     def __init__(
         self,
-        function: Callable[..., tuple[float, Array]],
+        function: Callable[..., object],
         theta: Array,
         described_as: str,
     ) -> None:
@@ -505,7 +506,7 @@ class Objective:
     def compute_loss_and_gradients(self, x: LeafSamples, y: None) -> tuple[float, Array]:
         """Return the mean loss of the samples, of one leaf, and its gradient, shape (n,)."""
         ((arrays, _),) = x.leaves
-        found: Any = self._function(self._theta, *arrays)
+        found = self._function(self._theta, *arrays)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
                 f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"

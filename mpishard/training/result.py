@@ -187,9 +187,9 @@ class OptimizationResult:
                 setattr(found, part, DatasetResult(measured.x, measured.y))
         return found
 
-    def _with(self, solution: Any) -> Self:
+    def _with(self, solution: object) -> Self:
         """Return a copy with another solution, which shares the data sets."""
-        memo = {
+        memo: dict[int, object] = {
             id(value): value
             for result in (self.training_result, self.validation_result, self.test_result)
             if result is not None

@@ -254,7 +254,7 @@ class RunCheckpoints:
         model: ShardedModelBase,
         optimizer: CheckpointableOptimizer,
         training: CheckpointState | None,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
     ) -> None:
         """Save, or begin to save if that is done in the background. Collective.
 

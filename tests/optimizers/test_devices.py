@@ -1,4 +1,4 @@
-"""Update rules on a GPU, or on its stand-in, do what they do on the host."""
+"""Update rules on a GPU, or on its stand-in, give the results of the host."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Update rules against PyTorch and the papers, whatever the range is cut into."""
+"""Update rules against PyTorch and the papers, for any cut of the vector into pieces."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_rule_that_changes_its_parameters_may_return_them():
 
 
 def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
-    """Parameters after 20 updates, the ranges between cuts updated as those of one rank."""
+    """Return parameters after 20 updates; the pieces between ``cuts`` are those of one rank."""
     p = np.linspace(first, 1, LENGTH).astype(dtype)
     state = {name: np.zeros(LENGTH, dtype) for name in rule.needed_state()}
     bounds = [0, *cuts, LENGTH]
@@ -168,7 +168,7 @@ def test_twenty_steps_of_pytorch(label, numba, set_numba):
     np.testing.assert_allclose(p, case["theta"], rtol=0, atol=1e-12)
 
 
-def test_the_reference_has_every_rule_and_tells_them_apart():
+def test_the_reference_has_every_rule_with_figures_of_its_own():
     found = TORCH["rules"].values()
     assert {case["rule"] for case in found} == set(RULES)
     ends = [case["theta"] for case in found]
@@ -227,7 +227,7 @@ def test_lamb_sees_whole_parameters(cuts):
 
 
 def test_lamb_adds_the_norms_of_all_owners_up_in_one_vector():
-    """Two ranks by hand: what one gives as its sums is what the other lacks."""
+    """Two ranks by hand: each adds the sums of the other to its own."""
     halves = (0, 50_000, LENGTH)
     names = [name for *_, name in PLACES]
     expected = textbook_lamb(PLACES)

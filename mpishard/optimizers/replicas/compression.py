@@ -16,7 +16,8 @@ from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFe
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, ExchangedPiece
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.state import Metadata, ModelState
+from mpishard.optimizers.sharded.state import ModelState
+from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece, Region, ShardingConfiguration, refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {

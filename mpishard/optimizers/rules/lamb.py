@@ -89,8 +89,8 @@ class LAMB(Adam, JointRule):
         blocks = []
         # Whole blocks, so that the sums of squares do not depend on the size of the cache.
         arrays = self._arrays(owned, options)
-        for part in in_chunks(arrays[0], SQUARES_BLOCK):
-            p, g, m, v = (array[part] for array in arrays)
+        for chunk in in_chunks(arrays[0], SQUARES_BLOCK):
+            p, g, m, v = (array[chunk] for array in arrays)
             direction = self._direction(p, g, m, v, options, context, owned.missed)
             # In float64, because the squares of small float32 numbers are 0.
             blocks.append(np.stack([block_squares(a.astype(np.float64)) for a in (p, direction)]))

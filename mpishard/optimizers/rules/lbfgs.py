@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -311,7 +311,7 @@ class LBFGS(JointRule):
         """
         numbers = rows_of(pieces, context)
         # Each parameter has a row: some ranks of a mesh hold copies, which are counted once.
-        rows: Any = np.zeros((len(numbers), width))
+        rows: Array = np.zeros((len(numbers), width))
         for owned in pieces:
             for segment in owned.segments:
                 row = numbers[segment.name, segment.number]

@@ -23,10 +23,10 @@ from mpishard.sharding import ParameterEntry
 if TYPE_CHECKING:
     from mpishard.training import OptimizationInputData
 
-ParameterOptions = Mapping[str, Mapping[str, Any]]
+ParameterOptions = Mapping[str, Mapping[str, float | Schedule]]
 """Glob pattern of parameter names -> the options that differ there, by the names of `KNOWN`."""
 
-KNOWN: dict[str, Callable[[str, Any], Any]] = {
+KNOWN: dict[str, Callable[[str, Any], object]] = {
     "weight_decay": as_amount, "learning_rate_scale": as_amount, "learning_rate": as_schedule,
     "frozen": as_flag,
 }  # fmt: skip
@@ -177,7 +177,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         return found
 
 
-def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
+def named_parameters(model: object) -> tuple[ParameterEntry, ...] | None:
     """Return each parameter's name, shape and place; None if the model does not name them."""
     if hasattr(model, "parameter_entries"):
         return tuple(model.parameter_entries)
@@ -186,7 +186,7 @@ def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
     return None
 
 
-def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
+def no_decay_on_biases_and_norms(model: object) -> dict[str, dict[str, float]]:
     """Return options that exempt biases, and scales and shifts of norms, from weight decay.
 
     These are the parameters of fewer than two dims, which decay does not simplify. Join the
@@ -294,12 +294,15 @@ class OptimizationAlgorithmOptions:
     def applied(self, data: OptimizationInputData) -> OptimizationInputData:
         """Return the data with an end of training, unless they name an earlier one."""
         steps = self.max_iterations
-        settings: dict[str, Any] = {
-            "max_steps": steps if data.max_steps is None else min(steps, data.max_steps)
-        }
+        steps = steps if data.max_steps is None else min(steps, data.max_steps)
         if self.use_early_stopping and data.patience is None:
-            settings |= {"patience": self.early_stopping_patience, "tolerance": self.tolerance}
-        return replace(data, **settings)
+            return replace(
+                data,
+                max_steps=steps,
+                patience=self.early_stopping_patience,
+                tolerance=self.tolerance,
+            )
+        return replace(data, max_steps=steps)
 
     def rule_settings(self) -> dict[str, Any]:
         """Return the options that an update rule takes, by the names of its arguments."""

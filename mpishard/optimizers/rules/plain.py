@@ -70,14 +70,14 @@ class PlainTraining:
 
     def reset(self) -> None:
         """Forget state and step count, and the model that they belong to."""
-        self._trained: Any = None  # the model that the state belongs to
+        self._trained: object = None  # the model that the state belongs to
         self._state: dict[str, Array] = {}  # each vector is as long as the flat one
         self._segments: tuple[Segment, ...] = ()
         self.steps = 0
         self.gradients: Array | None = None
         self._before: dict[str, Array] | None = None
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model that `optimize` trains if its data has none."""
         if model is None:
             raise TypeError("set_model needs a model, got None")
@@ -132,7 +132,9 @@ class PlainTraining:
         self._update(model, original[0] if original else model.get_parameters(), gradients)
         return model
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    def update_parameters(
+        self, parameters: Array | Sequence[Array], gradients: Any
+    ) -> Array | list[Array]:
         """Return arrays after one update; the arguments stay as they are."""
         if isinstance(parameters, Sequence):
             arrays, given = list(parameters), list(gradients)
@@ -219,7 +221,7 @@ class PlainTraining:
         self.reset()
         self._state, self._segments, self.steps = state, segments, steps
 
-    def _refuse_second_model(self, model: Any) -> None:
+    def _refuse_second_model(self, model: object) -> None:
         if self._trained is not None and model is not self._trained:
             raise ShardingError(
                 f"this {type(self.rule).__name__} holds the state of another model; use an "
@@ -328,7 +330,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def _encoded(name: str, value: Any) -> Any:
+def _encoded(name: str, value: Any) -> object:
     """Return a setting, with schedules and options, as JSON can hold it.
 
     Raises
@@ -370,7 +372,7 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def refuse_sharded(rule: Optimizer, model: Any) -> None:
+def refuse_sharded(rule: Optimizer, model: object) -> None:
     """Refuse a sharded model: the rule would update with each rank's own gradient."""
     if isinstance(model, IShardedModel):
         name = type(rule).__name__

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, overload
 
 from mpishard.base import Array, as_amount, as_number, check_path, nearest, require_type
 from mpishard.checkpoint import replace_file
@@ -36,6 +36,8 @@ _ELSEWHERE = {
     "grad_clip": "clip_global_norm",
 }
 """Name of a setting in PyTorch, JAX and their relatives -> its name here."""
+
+_Model = TypeVar("_Model")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
@@ -100,7 +102,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
     state_names: ClassVar[tuple[str, ...]] = ()
     # Setting -> its check, which returns the value that the rule keeps.
-    checks: ClassVar[dict[str, Callable[[str, Any], Any]]] = {
+    checks: ClassVar[dict[str, Callable[[str, Any], object]]] = {
         "learning_rate": as_schedule,
         "weight_decay": as_amount,
         "clip_global_norm": _above_zero_or_none,
@@ -112,7 +114,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # Its numbers are those of all parameters: one without a gradient has the gradient 0.
     updates_unused: ClassVar[bool] = False
 
-    def __new__(cls, *_: Any, **settings: Any) -> Self:
+    def __new__(cls, *_: object, **settings: object) -> Self:
         """Make a rule; refuse a setting that it does not have, and name the one that is meant.
 
         Raises
@@ -139,7 +141,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             )
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Settings may change between two steps, so that each assignment is checked.
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
@@ -197,7 +199,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         A rule that needs norms of whole parameters overrides this.
         """
         for owned in joined(pieces):
-            returned: Any = self.update(  # type: ignore[func-returns-value]
+            returned: object = self.update(  # type: ignore[func-returns-value]
                 owned.parameters,
                 owned.gradients,
                 owned.state,
@@ -290,7 +292,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             return 1.0
         return self.clip_global_norm / gradient_norm
 
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Mapping[str, object]:
         """Return the settings: the arguments of ``__init__`` that are kept under their names.
 
         Arguments of the bases count; other attributes, such as counts of a rule, do not.
@@ -304,12 +306,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         names = dict.fromkeys((*given, "algorithm_options"))
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return the settings for JSON, to compare them between ranks and with a checkpoint.
 
         A schedule may be any function, so it is represented by its rates at some steps.
         """
-        found: dict[str, Any] = {"rule": type(self).__name__}
+        found: dict[str, object] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
@@ -342,7 +344,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Forget the own state and step count, and the model they belong to."""
         self._own.reset()
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model that `optimize` trains if its data has none.
 
         `update_parameters` takes a vector of its length for its parameters, with their names.
@@ -410,7 +412,15 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         loss: float = self._own.step(model, x, y)
         return loss
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    @overload
+    def update_parameters(self, parameters: Array, gradients: Array) -> Array: ...
+    @overload
+    def update_parameters(
+        self, parameters: Sequence[Array], gradients: Sequence[Array]
+    ) -> list[Array]: ...
+    def update_parameters(
+        self, parameters: Array | Sequence[Array], gradients: Array | Sequence[Array]
+    ) -> Array | list[Array]:
         """Make one update with the own state; the arguments stay as they are.
 
         Parameters
@@ -438,11 +448,11 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return self._own.update_parameters(parameters, gradients)
 
     @overload
-    def apply_gradients(self, gradients: Array, model: Any, /) -> Any: ...
+    def apply_gradients(self, gradients: Array, model: _Model, /) -> _Model: ...
     @overload
     def apply_gradients(
-        self, original_parameters: Array, gradients: Array, model: Any, /
-    ) -> Any: ...
+        self, original_parameters: Array, gradients: Array, model: _Model, /
+    ) -> _Model: ...
     def apply_gradients(self, *given: Any) -> Any:
         """Make one update of a model with the own state, and return the model.
 

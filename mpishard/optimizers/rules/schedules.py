@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from mpishard.base import as_count, as_number, as_positive, take_plain_fields
 
@@ -220,7 +219,7 @@ def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:
     TypeError
         If the schedule returns no number.
     """
-    rate: Any = schedule(step)
+    rate: object = schedule(step)
     if type(rate) is float:
         return rate
     return as_number(f"what {name} gives for step {step}", rate)

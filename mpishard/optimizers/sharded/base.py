@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -100,11 +100,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._rule = rule
         self._config = config
         self._model_options: dict[str, Any] = {}  # for a plain model that `optimize` wraps
-        self._given_model: Any = None
+        self._given_model: object = None
         self._state: ModelState | None = None  # None before the first step
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         rule = self.__dict__.get("_rule")
         if rule is not None and name in rule.checks:  # a value set here would never be read
             raise AttributeError(
@@ -148,7 +148,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """The rank's state vectors by name, each as long as the part that the rank updates."""
         return {} if self._state is None else self._state.vectors
 
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Mapping[str, object]:
         return {**self._rule.get_options(), **self._settings()}
 
     def _settings(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Return the rate of the next update."""
         return self._rule.rate_of_step(self.steps)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model, plain or sharded, that `optimize` trains if its data has none.
 
         Raises
@@ -308,7 +308,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         return mean
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    def update_parameters(self, parameters: object, gradients: object) -> NoReturn:
         """Raise NotImplementedError: the state belongs to a model's shards, not to vectors."""
         raise NotImplementedError(
             f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "
@@ -362,7 +362,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if reason := self._refused.get(member):
             raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, object]:
         """Return the settings that all ranks must share, for JSON."""
         return {**self._rule.fingerprint(), **self._settings()}
 
@@ -483,7 +483,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         settings = {**saved.metadata["settings"], **self._lasting()}
         return replace(saved, metadata={**saved.metadata, "settings": settings}).to_bytes()
 
-    def _lasting(self) -> dict[str, Any]:
+    def _lasting(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self._lasting_settings}
 
     def deserialize(self, data: bytes) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 import numpy as np
 
@@ -23,13 +23,17 @@ from mpishard.optimizers.rules.pieces import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
+from mpishard.optimizers.sharded.state_bytes import STATE_FORM, Metadata, StateBytes
 from mpishard.sharding import ParameterEntry, Piece, Region, refuse_line_search
 
 _log = logging.getLogger("mpishard")
 
-Metadata = Mapping[str, Any]
-"""The metadata of a state in a checkpoint: an object of JSON, in `STATE_FORM`."""
+
+class _Owners(TypedDict):
+    """The arguments of `UpdateContext` that stay the same in all updates."""
+
+    sum_over_owners: Callable[[Array], Array]
+    parameter_names: Sequence[str]
 
 
 class ModelState(CheckpointState):
@@ -93,7 +97,7 @@ class ModelState(CheckpointState):
         def sum_over_owners(rows: Array) -> Array:
             return model.engine.sum_over_owners(rows)
 
-        self._owners: dict[str, Any] = {
+        self._owners: _Owners = {
             "sum_over_owners": sum_over_owners,
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }

@@ -28,10 +28,13 @@ from mpishard.sharding import ParameterEntry, Region, put_region, take_region
 
 _HEADER = "mpishard.optimizer"
 
-STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
+STATE_FORM: dict[str, object] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
 """The form of an optimizer's metadata in a checkpoint."""
 
 Tensors = dict[str, Array]
+
+Metadata = Mapping[str, Any]
+"""The metadata of a state in a checkpoint: an object of JSON, in `STATE_FORM`."""
 
 
 def kinds_of(rule: Optimizer) -> set[str]:
@@ -54,7 +57,7 @@ class StateBytes:
         Kind -> parameter -> NumPy array in the parameter's shape. Frozen parameters have none.
     """
 
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     arrays: Mapping[str, Tensors] = field(default_factory=dict)
 
     @classmethod
@@ -67,7 +70,7 @@ class StateBytes:
         cls,
         backend: CommunicationBackend,
         pieces: Pieces,
-        metadata: Mapping[str, Any],
+        metadata: Metadata,
         entries: Sequence[ParameterEntry],
         dtype: DType,
         subject: int = 0,

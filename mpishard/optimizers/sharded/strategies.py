@@ -159,7 +159,7 @@ class _MeshOptimizer(ShardedOptimizerBase):
 
 
 # Option -> the function of its value that must be equal for the optimizer and the model.
-_COMPARED: dict[str, Callable[[Any], Any]] = {
+_COMPARED: dict[str, Callable[[Any], object]] = {
     "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
     "data_parallel_strategy": DATA_POLICIES.__getitem__,  # two of them have two names
     "sequence_parallel": bool,
@@ -167,7 +167,7 @@ _COMPARED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _named_option(value: Any) -> str:
+def _named_option(value: object) -> str:
     if isinstance(value, IPipelineSchedule):
         stages = value.virtual_stages_per_rank
         return f"{value.name} of {stages} stage{'s' * (stages > 1)} per rank"
