@@ -1,4 +1,4 @@
-"""What a step on a mesh sends along each axis, and what each rank holds, to the byte."""
+"""Bytes that a step on a mesh sends along each axis, and bytes that each rank holds, exactly."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def small(group: CommunicationBackend, array: Any, name: str) -> int:
 def cross_entropy_bytes(
     backend: CommunicationBackend, model: Any, micro_batches: int, dtype: str = "float64"
 ) -> int:
-    """What the split loss sends in all replicas, measured alone."""
+    """Bytes that the split loss sends in all replicas, measured alone."""
     mesh = model.mesh
     loss = VocabularyParallelCrossEntropy(mesh.tensor, nn.CrossEntropy(), VOCABULARY)
     part = ShardLayout(VOCABULARY, mesh.tensor_size).size(mesh.tensor_rank)

@@ -1,4 +1,4 @@
-"""A rank's own flat vector, and where it belongs in the model's."""
+"""Placements: a rank's own flat vector, and its elements in the model's."""
 
 import math
 
@@ -30,7 +30,7 @@ PROJECTION_COLUMNS = FULL[18:38].reshape(4, 5)[:, 3:]
 WANTED = np.concatenate([QKV_ROWS.ravel(), PROJECTION_COLUMNS.ravel(), FULL[38:]])
 
 
-def test_takes_rows_columns_and_wholes():
+def test_a_placement_takes_rows_columns_and_whole_parameters():
     out = np.empty(21)
     OWN.take(FULL, 0, out)
     np.testing.assert_array_equal(out, WANTED)
@@ -41,7 +41,7 @@ def test_takes_rows_columns_and_wholes():
 
 
 @given(st.integers(0, 21), st.integers(0, 21))
-def test_any_range_is_taken_put_and_named(first, last):
+def test_every_range_can_be_taken_put_and_named(first, last):
     start, stop = sorted((first, last))
     part = OWN.local(FULL, start, stop)
     np.testing.assert_array_equal(part, WANTED[start:stop])
@@ -72,7 +72,7 @@ def grids(draw):
 
 
 @given(grids(), st.data())
-def test_boxes_of_any_rank(grid, data):
+def test_boxes_of_every_number_of_dims_can_be_taken_and_put(grid, data):
     shape, box = grid
     size = math.prod(stop - start for start, stop in box)
     held = ParameterEntry("t", tuple(stop - start for start, stop in box), 0)
@@ -85,14 +85,14 @@ def test_boxes_of_any_rank(grid, data):
     np.testing.assert_array_equal(named, wanted[start:stop])
 
 
-def test_of_a_whole_model_a_part_is_a_view():
+def test_a_range_of_a_whole_model_is_a_view():
     placement = Placement.whole([QKV, PROJECTION, BIAS])
     assert placement.is_whole
     assert np.shares_memory(placement.local(FULL, 3, 20), FULL)
     assert list(placement.ranges(2, 40)) == [(2, 18), (18, 38), (38, 40)]
 
 
-def test_refuses_slices_that_do_not_fit():
+def test_local_parameters_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="no parameter 'other'"):
         Placement([BIAS], [LocalParameter(ParameterEntry("other", (4,), 0), (whole_box((4,)),))])
     with pytest.raises(ValueError, match=r"have 4 elements, its slice of shape \(2,\) has 2"):
@@ -100,7 +100,7 @@ def test_refuses_slices_that_do_not_fit():
 
 
 @given(st.integers(0, 200_000), st.integers(0, 40), st.integers(1, 9))
-def test_of_replicas_each_element_is_written_once(size, turn, holder_count):
+def test_ranks_with_copies_write_each_element_once(size, turn, holder_count):
     parts = [range_to_write(size, turn, holder, holder_count) for holder in range(holder_count)]
     covered = sorted((start, stop) for start, stop in parts if start < stop)
     assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][: len(covered)]
@@ -108,7 +108,7 @@ def test_of_replicas_each_element_is_written_once(size, turn, holder_count):
     assert len(covered) <= max(1, size // 10_000), "pieces that are hardly worth a record"
 
 
-def test_ranks_take_turns():
+def test_small_values_are_written_by_each_rank_in_turn():
     writers = [
         [holder for holder in range(3) if range_to_write(8, turn, holder, 3) == (0, 8)]
         for turn in range(4)
@@ -116,7 +116,7 @@ def test_ranks_take_turns():
     assert writers == [[0], [1], [2], [0]]
 
 
-def test_a_rank_writes_its_part_of_what_others_hold_too():
+def test_a_rank_writes_its_range_of_a_parameter_with_copies():
     norm = ParameterEntry("norm", (6,), 3)
     held = [
         LocalParameter(ParameterEntry("w", (3,), 0), (((0, 3),),)),

@@ -1,4 +1,4 @@
-"""Regions of tensors: as boxes, put and taken, in the placement of a rank."""
+"""Regions of tensors: their boxes, copies to and from tensors, and those of a placement."""
 
 import math
 
@@ -34,7 +34,7 @@ def regions(draw):
 
 
 def elements(shape, region):
-    """What a region is, by the definition: the flat indices of its elements, in order."""
+    """Flat indices of a region's elements, in order, from the definition."""
     tensor = np.arange(math.prod(shape)).reshape(shape)
     return tensor[box_within(region.box)].ravel()[region.start : region.stop].copy()
 
@@ -55,7 +55,7 @@ def test_boxes_of_a_region_hold_its_elements_in_order(case):
 
 
 @given(regions())
-def test_put_and_take(case):
+def test_put_region_and_take_region_are_opposites(case):
     shape, region = case
     expected = elements(shape, region)
     out = np.zeros(region.length, int)
@@ -86,7 +86,7 @@ def test_shared_boxes():
     assert shared_box((), ()) == ()
 
 
-def test_a_region_says_what_it_is():
+def test_a_region_is_printed_as_its_name_and_ranges():
     assert str(Region("w", ((0, 3), (2, 4)), 1, 5)) == "w[0:3, 2:4][1:5]"
     assert Region.whole("w", (3, 4)) == Region("w", ((0, 3), (0, 4)), 0, 12)
 
