@@ -136,11 +136,11 @@ class TorchModel(PlacedVectorModel):
         return None
 
     def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
-        from mpishard.torch.parameters import Place
+        from mpishard.torch.parameters import StoredParameter
         from mpishard.torch.world import prepare_torch
 
         super().place_parameters(arrays, holder, store)
-        self._placed.hold(store.layout.units, functools.partial(Place, holder, store))
+        self._placed.hold(store.layout.units, functools.partial(StoredParameter, holder, store))
         self._placed.normalise_over(store.backend)
         prepare_torch()
 
@@ -156,10 +156,10 @@ class TorchModel(PlacedVectorModel):
 
     # ------------------------------------------------------------------------- beside parameters
 
-    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        self._placed.deal(world, ranks)
+    def distribute_state(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+        self._placed.distribute(world, ranks)
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def share_changed_state(self, ranks: CommunicationBackend) -> bool:
         """Take the buffers that rank 0's passes have changed. Collective.
 
         Raises
@@ -167,7 +167,7 @@ class TorchModel(PlacedVectorModel):
         ShardingError
             As `Buffers.broadcast`.
         """
-        return self._placed.buffers.settle(ranks)
+        return self._placed.buffers.share_changed_state(ranks)
 
     @property
     def may_use_some(self) -> bool:

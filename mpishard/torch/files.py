@@ -26,11 +26,11 @@ from mpishard.torch.beside import (
 )
 from mpishard.torch.optimizer import (
     is_elementwise,
-    numbered_parts,
-    parts_of,
+    numbered_parameters,
+    owned_parameters,
     states_of_numbers,
 )
-from mpishard.torch.parameters import Part
+from mpishard.torch.parameters import OwnedParameter
 from mpishard.torch.sharded import ShardedModule, module_of
 
 _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's metadata.
@@ -160,7 +160,7 @@ class _ModelView:
         return self._regions(self._owner.layout.pieces())
 
     def arrays_to_read(self) -> checkpoint.Pieces:
-        return self._regions(self._owner.parameters.held)
+        return self._regions(self._owner.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Any]) -> checkpoint.Pieces:
         owned = self._owner.parameters.owned(pieces)
@@ -249,11 +249,13 @@ class _OptimizerView:
     def __init__(self, owner: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
         self._owner = owner
         self.optimizer = optimizer
-        parts = parts_of(optimizer)
+        parts = owned_parameters(optimizer)
         rule = getattr(optimizer, "rule", None)
         name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
         self._prefix = f"optimizer/{name}/"
-        self._parts: list[Part] = [part for _, part in numbered_parts(parts, optimizer)]
+        self._parts: list[OwnedParameter] = [
+            part for _, part in numbered_parameters(parts, optimizer)
+        ]
         strange = [part.entry.name for part in self._parts if part.owner is not owner]
         if strange:
             raise ValueError(

@@ -74,7 +74,9 @@ def evaluate(
         The data set's part, for messages of reads that fail.
     """
     engine, backend = model.engine, model.backend
-    counts = engine.replica.speaks  # of the ranks that compute the same samples one counts them
+    counts = (
+        engine.replica.reports_loss
+    )  # of the ranks that compute the same samples one counts them
     # An empty batch has the shape of a target, and no target is read for it.
     nothing: Data = np.zeros(0)
     if engine.loss is not None and y is not None:

@@ -142,6 +142,7 @@ class PagedModel:
         if not length:
             return [np.array(text, np.int64) for text in texts]
         lengths = [len(text) + length - 1 for text in texts]  # the last token is never read
+        # All are checked first: a refusal in the middle would lose the tokens made so far.
         for needed in lengths:
             self._check_length(needed)
         blocks = sum(self.cache.blocks_for(needed) for needed in lengths)
@@ -197,6 +198,6 @@ class PagedModel:
                 f"{self._context_length}"
             )
 
-    def _require_alike(self, name: str, arguments: Any) -> None:
+    def _require_alike(self, name: str, arguments: object) -> None:
         if self._engine is not None:
             require_alike(self._engine.world, f"{name}: the arguments", arguments)

@@ -10,7 +10,7 @@ from mpishard.base import Array, as_count, as_flag, as_number
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
-from mpishard.models import ShardedModelBase, StoreLayout, written_here
+from mpishard.models import ShardedModelBase, StoreLayout, pieces_to_write
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, ExchangedPiece
@@ -166,7 +166,7 @@ class _CompressedState(ModelState):
         self._across = model.engine.replica.across
         self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
-        model.engine.lend(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
+        model.engine.use_passes(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
 
     def _make_sums(
         self, layout: StoreLayout, across: CommunicationBackend, pieces: tuple[ExchangedPiece, ...]
@@ -229,7 +229,7 @@ class _CompressedState(ModelState):
         engine, found = self.engine, []
         for piece in pieces:
             trained = engine.program.trained([piece])
-            for own in written_here(trained, engine.placement) if writes else trained:
+            for own in pieces_to_write(trained, engine.placement) if writes else trained:
                 start = piece.offset + own.start - piece.start
                 found.append((own.start, vector[start : start + own.length]))
         return engine.placement.cut(found)

@@ -64,7 +64,7 @@ class DelayedState(ModelState):
         self._passes = ExchangedPasses(
             user, lambda layout, across, pieces: DelayedSums(across, pieces, layout, delay)
         )
-        model.engine.lend(self._passes)
+        model.engine.use_passes(self._passes)
 
     @property
     def sums(self) -> DelayedSums:

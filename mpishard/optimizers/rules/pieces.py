@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, is_device_array, lie_end_to_end, stretched
-from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
+from mpishard.sharding import ParameterEntry, Piece, Unit, common_pieces, overlapping
 
 SegmentKey = tuple[str, int]
 """A parameter's name, and the number of its segment; see `Segment`."""
@@ -188,7 +188,7 @@ class FixedSegments:
     units : sequence of Unit
         The units that are divided among the ranks.
     leaves : int
-        ``gradient_leaves``: see `mpishard.sharding.cells_of`.
+        ``gradient_leaves``: see `mpishard.sharding.common_pieces`.
 
     Attributes
     ----------
@@ -199,7 +199,7 @@ class FixedSegments:
     def __init__(
         self, entries: Sequence[ParameterEntry], units: Sequence[Unit], leaves: int
     ) -> None:
-        cuts = sorted({start for unit in units for start, _ in cells_of(unit, leaves)})
+        cuts = sorted({start for unit in units for start, _ in common_pieces(unit, leaves)})
         self.names: list[str] = []
         self._starts: list[int] = []
         self._firsts: list[int] = []  # index of the first segment of each parameter

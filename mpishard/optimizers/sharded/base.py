@@ -182,7 +182,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         # The gradients go back to the store that the model's strategy chose, unless the model is
         # closed and has none.
         if state is not None and state.keeps_gradients and isinstance(state.engine, Engine):
-            state.engine.lend(None)
+            state.engine.use_passes(None)
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -241,7 +241,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state.last_gradient = None
         report = state.step(x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, model.engine.held_gradient
+            state.last_gradient = report.weight, model.engine.gradient_identity
         return report
 
     def settle(self) -> None:

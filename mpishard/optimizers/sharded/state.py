@@ -67,7 +67,7 @@ class ModelState(CheckpointState):
         The rule's numbers besides the vectors: see `UpdateContext`.
     last_gradient : (float, (int, int)) or None
         Weight of the last step's gradient, which the model's store holds as a sum, and the engine's
-        ``held_gradient`` after that step; None without one.
+        ``gradient_identity`` after that step; None without one.
     """
 
     keeps_gradients: ClassVar[bool] = False
@@ -229,7 +229,7 @@ class ModelState(CheckpointState):
         engine = self.model.engine
         weight, gradient = self.last_gradient or (0.0, None)
         # Numbers of the gradient: the store may have been written, or summed again, since.
-        if gradient != engine.held_gradient:
+        if gradient != engine.gradient_identity:
             return None
         gradients = engine.gradients.owned(engine.pieces.owned)
         if not gradients:
