@@ -16,7 +16,7 @@ import numpy as np
 
 from mpishard.base import Array, CollectiveMismatchError, as_count, as_flag, require_type
 from mpishard.communication import CommunicationBackend
-from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
+from mpishard.testing.fuzz_plan import SHARED_BYTES, SequenceStep, draw_plan, spoil
 from mpishard.testing.reductions import assert_same, expected_result, values
 
 Check = Callable[[Any], None]
@@ -61,10 +61,10 @@ def fuzz_sequence(
     as_count("seed", seed, least=0)
     as_count("length", length)
     mismatch = as_flag("mismatch", mismatch)
-    return _Run(backend, seed, length, mismatch=mismatch).run()
+    return _SequenceRun(backend, seed, length, mismatch=mismatch).run()
 
 
-class _Run:
+class _SequenceRun:
     """The run of one rank through a sequence."""
 
     def __init__(
@@ -79,7 +79,7 @@ class _Run:
         self._generator = np.random.default_rng([seed, backend.rank, 1])
         self._groups: dict[int, CommunicationBackend] = {0: backend}
         self._memory: dict[int, Array | None] = {}
-        self._pending: list[tuple[Step, Any, Check]] = []
+        self._pending: list[tuple[SequenceStep, Any, Check]] = []
         self._good = 0
 
     def run(self) -> int:
@@ -104,7 +104,7 @@ class _Run:
             raise
         return self._good
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: SequenceStep) -> None:
         backend = self._groups[step.group]
         spoiled = self._spoiled
         if spoiled is not None and step.number == spoiled.step.number:
@@ -131,7 +131,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------- one step
 
-    def _refused(self, backend: CommunicationBackend, step: Step) -> None:
+    def _refused(self, backend: CommunicationBackend, step: SequenceStep) -> None:
         arguments, options, _ = self._arguments(backend, step)
         given = [a for a in (*arguments, *options.values()) if isinstance(a, np.ndarray)]
         before = [array.copy() for array in given]
@@ -147,7 +147,7 @@ class _Run:
         for array, copy in zip(given, before, strict=True):
             assert_same(array, copy, "an array of a call that was refused")
 
-    def _message(self, backend: CommunicationBackend, step: Step) -> None:
+    def _message(self, backend: CommunicationBackend, step: SequenceStep) -> None:
         source, target = step.root, step.target
         if backend.rank == source:
             mine = self._input(step, source)
@@ -176,7 +176,7 @@ class _Run:
 
     # ---------------------------------------------------------------------- what goes in and out
 
-    def _input(self, step: Step, rank: int) -> Array:
+    def _input(self, step: SequenceStep, rank: int) -> Array:
         shape = (step.rows[rank], *step.trailing)
         array = values(step.dtype, shape, rank, 1000 * self._seed + step.number)
         if step.is_adversarial and step.dtype.kind == "f":
@@ -184,7 +184,7 @@ class _Run:
                 array *= step.dtype.type(1e4) ** (rank - 1)
         return array
 
-    def _place(self, step: Step, array: Array, at: int) -> Array:
+    def _place(self, step: SequenceStep, array: Array, at: int) -> Array:
         """Return a copy of ``array`` at byte ``at`` of the node's memory; itself without memory."""
         memory = self._memory.get(step.group)
         if at < 0 or memory is None:
@@ -194,7 +194,7 @@ class _Run:
         return there
 
     def _arguments(
-        self, backend: CommunicationBackend, step: Step
+        self, backend: CommunicationBackend, step: SequenceStep
     ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
         """Return the arguments and options of this rank's call, and the check of its result."""
         rank, world, method = backend.rank, backend.world_size, step.method

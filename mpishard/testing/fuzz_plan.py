@@ -21,7 +21,7 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SequenceStep:
     """One call of the ranks of one group.
 
     Parameters
@@ -106,7 +106,7 @@ class _Drawing:
     def __init__(self, seed: int, world_size: int) -> None:
         self.generator = np.random.default_rng([seed, world_size])
         self.sizes = {0: world_size}
-        self.steps: list[Step] = []
+        self.steps: list[SequenceStep] = []
         self.free: dict[int, int] = {}  # the next free byte of each group's memory
         self.twins = self.generator.choice([0.0, 0.4, 0.9])
         self.longest = int(self.generator.choice([6, 40, 3000, 9000]))
@@ -118,7 +118,7 @@ class _Drawing:
         return int(self.generator.integers(bound))
 
     def add(self, method: str, group: int, **values: Any) -> None:
-        self.steps.append(Step(len(self.steps), method, group, **values))
+        self.steps.append(SequenceStep(len(self.steps), method, group, **values))
 
     def split(self) -> None:
         group = self.below(len(self.sizes))
@@ -160,7 +160,7 @@ class _Drawing:
         if method in ("all_gather", "gather", "all_to_all") and self.chance(0.7):
             rows = [self.below(self.longest) for _ in range(size)]
         known = operations(dtype)
-        step = Step(
+        step = SequenceStep(
             len(self.steps),
             method,
             group,
@@ -182,7 +182,7 @@ class _Drawing:
         cuts = sorted(self.below(rows + 1) for _ in range(size - 1))
         return tuple(int(n) for n in np.diff([0, *cuts, rows]))
 
-    def _shared(self, step: Step) -> Step:
+    def _shared(self, step: SequenceStep) -> SequenceStep:
         """Return ``step`` with arrays, or a result, in the memory that its group shares."""
         row = step.dtype.itemsize * int(np.prod(step.trailing))
         stride = -(-max(step.rows) * row // 64) * 64
@@ -199,7 +199,7 @@ class _Drawing:
         )
 
 
-def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
+def draw_plan(seed: int, world_size: int, length: int) -> list[SequenceStep]:
     """Return the sequence of ``seed``: ``length`` steps, and the splits and memory for them."""
     drawing = _Drawing(seed, world_size)
     splits = drawing.below(3) if drawing.chance(0.5) else 0
@@ -222,11 +222,11 @@ def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
 class Spoiled:
     """The wrong call of one rank of a group, in a step of the others."""
 
-    step: Step
+    step: SequenceStep
     rank: int
 
 
-def spoil(plan: list[Step], seed: int) -> Spoiled | None:
+def spoil(plan: list[SequenceStep], seed: int) -> Spoiled | None:
     """Return a step of ``plan`` made wrong on one rank; None if no step has several ranks."""
     generator = np.random.default_rng([seed, len(plan), 2])
     steps = [step for step in plan if step.method in _METHODS and len(step.rows) > 1]

@@ -9,12 +9,12 @@ import pytest
 
 import mpishard as ms
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import Call, Kind, MessageWait
+from mpishard.communication.contract.call import Call, CollectiveKind, MessageWait
 from mpishard.communication.contract.matching import (
     check_calls,
+    divergence,
     group_label,
     group_members,
-    parting,
     ranks_text,
 )
 from mpishard.communication.contract.reduction import ReductionOperation
@@ -38,9 +38,11 @@ STEP, PREDICT = "FSDPOptimizer.step", "FSDPModel.predict"
 TENSOR, DATA = "tensor group 1 (ranks 0, 1)", "data group 2 (ranks 0, 1)"
 
 
-def logged(sequence, kind=Kind.BARRIER, *, line=1, method="", group="", ago=20.0, number=0):
-    array = None if kind is Kind.BARRIER else np.ones(5)
-    operation = ReductionOperation.SUM if kind is Kind.ALL_REDUCE else None
+def logged(
+    sequence, kind=CollectiveKind.BARRIER, *, line=1, method="", group="", ago=20.0, number=0
+):
+    array = None if kind is CollectiveKind.BARRIER else np.ones(5)
+    operation = ReductionOperation.SUM if kind is CollectiveKind.ALL_REDUCE else None
     call = Call.describe(kind, array, operation=operation, sequence=sequence)
     call.filename, call.line, call.method = "train.py", line, method
     call.number, call.group, call.time = number or sequence, group, NOW - ago
@@ -60,7 +62,7 @@ def history(upto, **options):
     return tuple(logged(number, **options) for number in range(1, upto + 1))
 
 
-IN_PREDICT = (*history(17), logged(18, Kind.ALL_GATHER, line=40, method=PREDICT))
+IN_PREDICT = (*history(17), logged(18, CollectiveKind.ALL_GATHER, line=40, method=PREDICT))
 
 
 class TestUnfinished:
@@ -98,7 +100,7 @@ class TestVerdict:
         )
 
     def test_the_same_function_is_no_advice_for_a_slow_rank(self):
-        calls = [logged(n, Kind.ALL_REDUCE, method=STEP) for n in range(1, 5)]
+        calls = [logged(n, CollectiveKind.ALL_REDUCE, method=STEP) for n in range(1, 5)]
         text = verdict([waiting(0, *calls), busy(1, *calls[:3])], NOW)
         assert "20 s ago: computing, asleep or stuck." in text
         assert "is collective" not in text
@@ -263,7 +265,10 @@ class TestVerdict:
 
     def test_calls_that_do_not_belong_together_where_nobody_compared_them(self):
         records = [
-            waiting(rank, logged(3, Kind.ALL_REDUCE if rank == 1 else Kind.ALL_GATHER))
+            waiting(
+                rank,
+                logged(3, CollectiveKind.ALL_REDUCE if rank == 1 else CollectiveKind.ALL_GATHER),
+            )
             for rank in range(4)
         ]
         assert (
@@ -297,51 +302,53 @@ class TestVerdict:
         assert longest_waiting(same) == 0
 
 
-class TestParting:
+class TestDivergence:
     def records(self, odd=PREDICT):
         return [
             busy(
                 rank,
                 *history(3, method=STEP),
-                logged(4, Kind.ALL_GATHER, line=7 + rank, method=odd if rank == 1 else STEP),
+                logged(
+                    4, CollectiveKind.ALL_GATHER, line=7 + rank, method=odd if rank == 1 else STEP
+                ),
                 *(logged(n, method=STEP) for n in (5, 6)),
             )
             for rank in range(3)
         ]
 
     def test_names_what_was_called_on_fewest_ranks(self):
-        assert parting(self.records(), "") == (
-            "the ranks parted at collective 4: FSDPModel.predict is collective: rank 1 called it "
+        assert divergence(self.records(), "") == (
+            "the ranks diverged at collective 4: FSDPModel.predict is collective: rank 1 called it "
             "at train.py:8, ranks 0, 2 called FSDPOptimizer.step at train.py:7"
         )
 
     def test_a_collective_of_the_user_s_own(self):
         assert "ranks 0, 2 called it at train.py:7, rank 1 called all_gather itself at" in (
-            parting(self.records(odd=""), "")
+            divergence(self.records(odd=""), "")
         )
 
     def test_other_lines_alone_are_nothing(self):
-        assert not parting(self.records(odd=STEP), "")
+        assert not divergence(self.records(odd=STEP), "")
 
     def test_only_so_far(self):
-        assert parting(self.records(), "", upto=4)
-        assert not parting(self.records(), "", upto=3)
+        assert divergence(self.records(), "", upto=4)
+        assert not divergence(self.records(), "", upto=3)
 
     def test_of_two_ranks_the_one_in_the_rarer_function_is_odd(self):
-        text = parting(self.records()[:2], "")
+        text = divergence(self.records()[:2], "")
         assert "FSDPModel.predict is collective: rank 1 called it" in text
 
     def test_only_what_all_logs_hold(self):
         records = self.records()
         records[0] = busy(0, *records[0].calls[4:])
-        assert not parting(records, "")
-        assert not parting(records[:1], "")
-        assert not parting(self.records(), TENSOR)
+        assert not divergence(records, "")
+        assert not divergence(records[:1], "")
+        assert not divergence(self.records(), TENSOR)
 
     def test_is_part_of_the_verdict(self):
         records = [waiting(rank, *r.calls) for rank, r in enumerate(self.records())]
         records[1] = busy(1, *records[1].calls[:-1])
-        assert "The ranks parted at collective 4: FSDPModel.predict" in verdict(records, NOW)
+        assert "The ranks diverged at collective 4: FSDPModel.predict" in verdict(records, NOW)
 
 
 class TestTable:
@@ -433,7 +440,9 @@ class TestMismatch:
             check_calls(calls, **world)
         return str(caught.value)
 
-    def call(self, kind=Kind.ALL_REDUCE, *, length=4, dtype=float, method="", line=3, **options):
+    def call(
+        self, kind=CollectiveKind.ALL_REDUCE, *, length=4, dtype=float, method="", line=3, **options
+    ):
         call = Call.describe(kind, np.ones(length, dtype), **options, sequence=2)
         call.filename, call.line, call.method = "train.py", line, method
         return call
@@ -445,7 +454,10 @@ class TestMismatch:
             ({"length": 5}, "(5,), where ranks 0, 1, 3 gave (4,)"),
             ({"operation": ReductionOperation.MAX}, "MAX, where ranks 0, 1, 3 gave SUM"),
             ({"root": 1}, "1, where ranks 0, 1, 3 gave -1"),
-            ({"kind": Kind.BARRIER}, "collective 2, barrier, where ranks 0, 1, 3 gave collective"),
+            (
+                {"kind": CollectiveKind.BARRIER},
+                "collective 2, barrier, where ranks 0, 1, 3 gave collective",
+            ),
         ],
     )
     def test_the_odd_one_of_four(self, odd, words):
@@ -454,7 +466,7 @@ class TestMismatch:
         assert f"no data was mixed. Rank 2 is the odd one out: {words}" in self.message(calls)
 
     def test_counts_are_not_shown(self):
-        calls = [self.call(Kind.REDUCE_SCATTER, counts=(r, 4 - r)) for r in (1, 1, 2)]
+        calls = [self.call(CollectiveKind.REDUCE_SCATTER, counts=(r, 4 - r)) for r in (1, 1, 2)]
         assert "mixed. Rank 2 is the odd one out:\n" in self.message(calls)
 
     def test_half_against_half_has_none(self):
@@ -464,7 +476,7 @@ class TestMismatch:
     def test_a_method_on_one_rank_only(self):
         calls = [
             self.call(
-                Kind.ALL_GATHER if rank == 0 else Kind.ALL_REDUCE,
+                CollectiveKind.ALL_GATHER if rank == 0 else CollectiveKind.ALL_REDUCE,
                 method=PREDICT if rank == 0 else STEP,
                 line=rank,
             )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import Call, Kind, MessageWait
+from mpishard.communication.contract.call import Call, CollectiveKind, MessageWait
 from mpishard.communication.contract.status import RankRecord, RankState
 from mpishard.communication.failure.report import failure_report
 from mpishard.communication.failure.stall import describe_departure
@@ -56,7 +56,7 @@ def test_a_message_of_mpishard_s_stands_once_in_a_report():
 
 
 def barrier(sequence, number, group="", method=""):
-    call = Call.describe(Kind.BARRIER, None, sequence=sequence)
+    call = Call.describe(CollectiveKind.BARRIER, None, sequence=sequence)
     call.filename, call.line, call.method, call.number = "train.py", 7, method, number
     call.group = group
     return call

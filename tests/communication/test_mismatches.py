@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import Kind
+from mpishard.communication.contract.call import CollectiveKind
 from mpishard.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 from mpishard.testing.refusals import COLLECTIVES, MISMATCHES, Arguments, Ask, refusal
 from mpishard.testing.worlds import in_worlds
@@ -98,7 +98,7 @@ def test_every_collective_has_its_mismatches():
         "split": kind,
         "allocate_shared": kind | {"shape", "dtype"},
     }
-    assert set(COLLECTIVES) == {k.label for k in Kind} - {"leave"}
+    assert set(COLLECTIVES) == {k.label for k in CollectiveKind} - {"leave"}
     assert len([m for m in MISMATCHES if m.is_of_kind]) == 10 * 9
 
 

@@ -12,7 +12,7 @@ from mpishard.base import settings
 from mpishard.communication.contract import backoff as backoff_module
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import Backoff
-from mpishard.communication.contract.call import DTYPES, Call, Kind
+from mpishard.communication.contract.call import DTYPES, Call, CollectiveKind
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
@@ -42,7 +42,7 @@ def test_scratch_is_reused_and_never_shared():
 def test_headers_say_what_was_written(dtype, shape, root, operation):
     arrays = [np.full(shape, rank, np.int64).astype(dtype) for rank in range(3)]
     calls = [
-        Call.describe(Kind.ALL_GATHER, array, operation=operation, root=root, sequence=7)
+        Call.describe(CollectiveKind.ALL_GATHER, array, operation=operation, root=root, sequence=7)
         for array in arrays
     ]
     rows = [make_row(c, a) for c, a in zip(calls, arrays, strict=True)]
@@ -162,8 +162,8 @@ class TestSettings:
 
 def test_every_blocking_method_has_a_twin():
     """Of all that moves data or waits; what makes worlds and memory blocks as MPI does."""
-    makers = {Kind.SPLIT, Kind.ALLOCATE_SHARED}
-    blocking = {kind.label for kind in Kind if kind not in makers} | {"send", "receive"}
+    makers = {CollectiveKind.SPLIT, CollectiveKind.ALLOCATE_SHARED}
+    blocking = {kind.label for kind in CollectiveKind if kind not in makers} | {"send", "receive"}
     names = {name for name in dir(CommunicationBackend) if name.endswith("_async")}
     assert names == {f"{name}_async" for name in blocking}
     for name in blocking:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard import ReductionOperation, ShardLayout, run_in_threads
-from mpishard.communication.contract.arena import PRIVATE, Nodes, Regions, anonymous_memory
+from mpishard.communication.contract.arena import PRIVATE, Allocations, Nodes, anonymous_memory
 from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
 from mpishard.communication.mpi import node_memory as arena
 from mpishard.errors import CollectiveMismatchError
@@ -248,25 +248,27 @@ def test_settings_without_meaning_are_refused(name, monkeypatch):
 
 
 def test_regions_know_their_arrays_until_the_last_is_gone():
-    regions = Regions()
-    assert regions.count == 0
+    allocations = Allocations()
+    assert allocations.count == 0
     memory = anonymous_memory(4096)
-    regions.add(memory)
+    allocations.add(memory)
     array = memory[64:128].view(np.float64)
-    assert regions.locate(array) == (0, 64)
-    assert regions.locate(np.ones(3)) == PRIVATE
-    assert regions.locate(memory) == (0, 0)
-    again = regions.view((0, 64), array)
+    assert allocations.locate(array) == (0, 64)
+    assert allocations.locate(np.ones(3)) == PRIVATE
+    assert allocations.locate(memory) == (0, 0)
+    again = allocations.view((0, 64), array)
     again[0] = 5
     assert array[0] == 5
     del memory, again
-    assert regions.locate(array) == (0, 64)
+    assert allocations.locate(array) == (0, 64)
     del array
     gc.collect()
-    assert regions.locate(np.ones(3)) == PRIVATE
-    assert not regions._regions
-    regions.add(anonymous_memory(10))
-    assert regions.count == 2, "numbers are not used again: ranks collect garbage at other times"
+    assert allocations.locate(np.ones(3)) == PRIVATE
+    assert not allocations._allocations
+    allocations.add(anonymous_memory(10))
+    assert allocations.count == 2, (
+        "numbers are not used again: ranks collect garbage at other times"
+    )
 
 
 def test_regions_may_be_found_garbage_meanwhile():
@@ -276,12 +278,12 @@ def test_regions_may_be_found_garbage_meanwhile():
 
 
 def look_while_garbage_is_collected(after):
-    regions, kept, thresholds = Regions(), [], gc.get_threshold()
+    allocations, kept, thresholds = Allocations(), [], gc.get_threshold()
     gc.disable()
     try:
         for number in range(40):
             memory = np.zeros(64, np.uint8)
-            regions.add(memory)
+            allocations.add(memory)
             kept.append(memory)
             if number % 2:
                 cycle = [kept.pop()]
@@ -289,20 +291,20 @@ def look_while_garbage_is_collected(after):
         del memory, cycle
         gc.set_threshold(gc.get_count()[0] + after, 1, 1)
         gc.enable()
-        assert regions.locate(np.zeros(5)) == PRIVATE
+        assert allocations.locate(np.zeros(5)) == PRIVATE
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
-    assert regions.locate(kept[-1])[1] == 0
+    assert allocations.locate(kept[-1])[1] == 0
 
 
 def test_regions_may_go_in_another_thread_meanwhile():
-    regions, array = Regions(), np.ones(3)
+    allocations, array = Allocations(), np.ones(3)
     stop = threading.Event()
 
     def come_and_go():
         while not stop.is_set():
-            regions.add(anonymous_memory(100))
+            allocations.add(anonymous_memory(100))
 
     thread = threading.Thread(target=come_and_go)
     interval = sys.getswitchinterval()
@@ -310,7 +312,7 @@ def test_regions_may_go_in_another_thread_meanwhile():
     thread.start()
     try:
         for _ in range(20000):
-            assert regions.locate(array) == PRIVATE
+            assert allocations.locate(array) == PRIVATE
     finally:
         stop.set()
         thread.join()
@@ -343,11 +345,11 @@ def test_who_deals_with_whom():
 
 
 def test_who_shares():
-    def arrays_are_shared(places, numbers):
-        return Nodes(tuple(numbers), 0).arrays_are_shared([(own, PRIVATE) for own in places])
+    def arrays_are_shared(locations, numbers):
+        return Nodes(tuple(numbers), 0).arrays_are_shared([(own, PRIVATE) for own in locations])
 
-    def results_are_shared(places, numbers):
-        return Nodes(tuple(numbers), 0).results_are_shared([(PRIVATE, out) for out in places])
+    def results_are_shared(locations, numbers):
+        return Nodes(tuple(numbers), 0).results_are_shared([(PRIVATE, out) for out in locations])
 
     assert arrays_are_shared([(0, 0), (0, 64), (3, 0)], [0, 0, 1])
     assert not arrays_are_shared([(0, 0), (1, 64), (3, 0)], [0, 0, 1])

@@ -14,7 +14,7 @@ import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.base import settings
 from mpishard.communication.contract import status
-from mpishard.communication.contract.call import Call, Kind, MessageWait
+from mpishard.communication.contract.call import Call, CollectiveKind, MessageWait
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, StatusPage, StatusReader, records_in
 from mpishard.communication.failure.stall import rank_table
@@ -59,7 +59,7 @@ def no_folder(monkeypatch):
     monkeypatch.delenv("MPISHARD_JOB_FOLDER", raising=False)
 
 
-def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE, group=""):
+def a_call(number, line=1, method="", kind=CollectiveKind.ALL_REDUCE, group=""):
     call = Call.describe(kind, np.ones((2, 3)), sequence=number)
     call.group = group
     call.filename, call.line, call.method = "train.py", line, method
@@ -544,7 +544,7 @@ def test_processes_read_each_other(backend):
         assert record.is_alive
         assert record.state is RankState.RUNNING
         theirs = [rank for rank in range(backend.world_size) if rank % 2 == record.rank % 2]
-        last = [c for c in record.calls if c.kind is Kind.ALL_REDUCE][-1]
+        last = [c for c in record.calls if c.kind is CollectiveKind.ALL_REDUCE][-1]
         assert last.group.endswith(f"({who(theirs)})")
         assert last.filename.endswith("test_status.py")
     assert reader.dead_rank() is None

@@ -13,14 +13,14 @@ from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
     EXIT_LIMIT,
-    Ending,
+    JobEnd,
     TimeLimit,
 )
 from mpishard.communication.failure.report import short_traceback
 from mpishard.communication.failure.watchdog import SignalPipe, Watchdog
 
 
-class Heard(Ending):
+class Heard(JobEnd):
     """Writes down how the job would have ended."""
 
     def __init__(self):
@@ -64,13 +64,13 @@ def dog(monkeypatch):
 def test_a_long_wait_is_said_once_and_given_up(dog, limits):
     heard = Heard()
     with dog.wait(lambda: "in collective 7", heard) as wait:
-        dog.look(wait.since + 29)
+        dog.check(wait.since + 29)
         assert heard.warnings == []
-        dog.look(wait.since + 31)
-        dog.look(wait.since + 299)
+        dog.check(wait.since + 31)
+        dog.check(wait.since + 299)
         assert [(w, g) for _, w, g in heard.warnings] == [("in collective 7", 300.0)]
         assert heard.ends == []
-        dog.look(wait.since + 301)
+        dog.check(wait.since + 301)
     ((code, report),) = heard.ends
     assert code == 124
     assert "rank 0 of 2 has waited 301 s in collective 7; the job ends" in report
@@ -84,7 +84,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count(limits):
 
     def tick(passed):
         seconds[0] += passed
-        dog.look(dog.clock.now())
+        dog.check(dog.clock.now())
 
     with dog.wait(lambda: "in collective 7", heard):
         tick(0.5)
@@ -124,20 +124,20 @@ def test_a_wait_that_is_over_counts_no_more(dog, limits):
     heard = Heard()
     with dog.wait(lambda: "here", heard) as wait:
         pass
-    dog.look(wait.since + 1000)
+    dog.check(wait.since + 1000)
     assert heard.warnings == heard.ends == []
 
 
 def test_what_takes_time_by_itself_may_take_it(dog, limits):
     heard = Heard()
     with dog.wait(lambda: "here", heard, slack=10) as wait:
-        dog.look(wait.since + 39)
+        dog.check(wait.since + 39)
         assert heard.warnings == []
-        dog.look(wait.since + 41)
-        dog.look(wait.since + 309)
+        dog.check(wait.since + 41)
+        dog.check(wait.since + 309)
         assert len(heard.warnings) == 1
         assert heard.ends == []
-        dog.look(wait.since + 311)
+        dog.check(wait.since + 311)
         assert len(heard.ends) == 1
 
 
@@ -146,8 +146,8 @@ def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
     with dog.wait(lambda: "here", heard, slack=1) as wait:
         assert dog.pause(wait.since) == 0.5
         assert dog.pause(wait.since + 30.75) == pytest.approx(0.25, abs=1e-6)
-        assert dog.pause(wait.since + 31.01) == 0  # between the look and the pause
-        dog.look(wait.since + 31.01)
+        assert dog.pause(wait.since + 31.01) == 0  # between the check and the pause
+        dog.check(wait.since + 31.01)
         assert dog.pause(wait.since + 31.01) == dog.pause(wait.since + 40) == 0.5
         assert dog.pause(wait.since + 300.875) == pytest.approx(0.125, abs=1e-6)
         assert dog.pause(wait.since + 301.01) == 0
@@ -158,9 +158,9 @@ def test_a_wait_for_the_others_to_end_has_a_limit_of_its_own(dog, limits):
     limits.setenv("MPISHARD_EXIT_TIMEOUT", "1000")
     heard = Heard()
     with dog.wait(lambda: "for rank 1. Rank 1 sleeps.", heard, limit=EXIT_LIMIT) as wait:
-        dog.look(wait.since + 999)
+        dog.check(wait.since + 999)
         assert heard.ends == []
-        dog.look(wait.since + 1001)
+        dog.check(wait.since + 1001)
     ((code, report),) = heard.ends
     assert code == 124
     waited = "has finished, and has waited 1001 s for rank 1. Rank 1 sleeps."
@@ -172,22 +172,22 @@ def test_zero_is_never(dog, limits):
     limits.setenv("MPISHARD_TIMEOUT", "0")
     heard = Heard()
     with dog.wait(lambda: "here", heard) as wait:
-        dog.look(wait.since + 1e6)
+        dog.check(wait.since + 1e6)
     assert heard.warnings == heard.ends == []
 
 
 def test_a_rank_that_is_gone_is_seen_while_this_one_computes(dog, limits):
     heard = Heard()
     dog.guard(heard)
-    dog.look(1.0)
+    dog.check(1.0)
     assert heard.ends == []
     heard.dead = 1
-    dog.look(2.0)
+    dog.check(2.0)
     ((code, report),) = heard.ends
     assert code == 1
     assert "rank 1 of 2 is gone (killed, or out of memory?), seen by rank 0 while it" in report
     dog.release(heard)
-    dog.look(3.0)
+    dog.check(3.0)
     assert len(heard.ends) == 1
 
 
@@ -195,10 +195,10 @@ def test_a_launcher_that_is_gone_ends_the_rank(limits, monkeypatch):
     dog, heard = Watchdog(), Heard()
     dog.guard(heard)
     try:
-        dog.look(1.0)
+        dog.check(1.0)
         assert heard.ends == []
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        dog.look(2.0)
+        dog.check(2.0)
     finally:
         monkeypatch.undo()
         dog.release(heard)
@@ -223,9 +223,9 @@ def test_ctrl_c_is_left_to_a_main_thread_that_makes_steps(dog, limits):
     heard = Heard()
     dog.guard(heard)
     dog.receive(signal.SIGINT, 10.0)
-    dog.look(11.0)
-    dog.look(13.0)  # another step than that of `receive`
-    dog.look(20.0)
+    dog.check(11.0)
+    dog.check(13.0)  # another step than that of `receive`
+    dog.check(20.0)
     assert heard.ends == []
 
 
@@ -235,9 +235,9 @@ def test_ctrl_c_ends_the_job_where_the_main_thread_makes_none(dog, limits):
 
     def from_another_thread():
         dog.receive(signal.SIGINT, 10.0)
-        dog.look(11.0)
+        dog.check(11.0)
         assert heard.ends == []
-        dog.look(12.1)
+        dog.check(12.1)
 
     thread = threading.Thread(target=from_another_thread)
     thread.start()
@@ -395,7 +395,7 @@ def ended(monkeypatch):
     monkeypatch.setattr(ending_module, "_ignore_further_interrupts", lambda: None)
     monkeypatch.setattr(ending_module, "_OUTPUT_SECONDS", 0.0)
     monkeypatch.setattr(ending_module, "_abort", lambda code: codes.append(("job", code)))
-    monkeypatch.setattr(Ending, "claim_report", lambda self, code: True)
+    monkeypatch.setattr(JobEnd, "claim_report", lambda self, code: True)
     monkeypatch.setattr(os, "_exit", leave)
     return codes
 
@@ -415,9 +415,9 @@ def closed_stream():
 def test_a_broken_stream_holds_up_no_end_and_no_warning(make, ended, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", make())
     monkeypatch.setattr(sys, "stderr", make())
-    Ending(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
+    JobEnd(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
     with pytest.raises(ProcessEnded):
-        Ending(0, 2).fail(ValueError("boom"), "in collective 8")
+        JobEnd(0, 2).fail(ValueError("boom"), "in collective 8")
     monkeypatch.undo()
     assert ended == [("job", 1), ("process", 1)]
     shown = capfd.readouterr().err
@@ -432,7 +432,7 @@ def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, mon
 
     monkeypatch.setattr(ending_module, fails, fail)
     with pytest.raises(ProcessEnded):
-        Ending(0, 2).interrupt("here")
+        JobEnd(0, 2).interrupt("here")
     assert ended[-1] == ("process", 130)
     assert (("job", 130) in ended) == (fails != "_abort")
 
@@ -444,7 +444,7 @@ def test_work_on_a_gpu_is_stopped_before_the_job_ends(ended, fails):
         if fails:
             raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT")
 
-    ending = Ending(0, 2)
+    ending = JobEnd(0, 2)
     ending.stop = stop
     with pytest.raises(ProcessEnded):
         ending.give_up(300.0, "in collective 7", COLLECTIVE_LIMIT)
@@ -457,7 +457,7 @@ def test_an_exception_without_a_text_is_reported(ended, capfd):
             raise RuntimeError("no text")
 
     with pytest.raises(ProcessEnded):
-        Ending(0, 2).fail(NoTextError(), "here")
+        JobEnd(0, 2).fail(NoTextError(), "here")
     assert "NoTextError: (its text cannot be shown: RuntimeError)" in capfd.readouterr().err
 
 
@@ -465,11 +465,11 @@ def test_an_exception_without_a_text_is_reported(ended, capfd):
 def test_one_process_of_a_launcher_reports(monkeypatch):
     monkeypatch.setattr(ending_module, "_kept", [])
     monkeypatch.setattr(os, "getppid", lambda: 10**9)  # not that of a real job
-    assert Ending(0, 2).claim_report(1)
-    assert not Ending(1, 2).claim_report(1)
+    assert JobEnd(0, 2).claim_report(1)
+    assert not JobEnd(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
-    assert Ending(1, 2).claim_report(1)
+    assert JobEnd(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
 
@@ -530,11 +530,11 @@ def test_of_this_package_the_last_frame_is_shown(monkeypatch):
 
 def test_the_call_log_tells_a_failure_from_the_report_of_another_that_is_gone(ended, monkeypatch):
     claims = []
-    monkeypatch.setattr(Ending, "claim_report", lambda self, code: claims.append(code) or True)
+    monkeypatch.setattr(JobEnd, "claim_report", lambda self, code: claims.append(code) or True)
     monkeypatch.setattr(ending_module, "_one_thread", threading.Semaphore(2))
     for end in (
-        lambda: Ending(0, 2).report_dead_rank(1, "while it waited"),
-        lambda: Ending(0, 2).fail(ValueError("boom"), "in collective 8"),
+        lambda: JobEnd(0, 2).report_dead_rank(1, "while it waited"),
+        lambda: JobEnd(0, 2).fail(ValueError("boom"), "in collective 8"),
     ):
         with pytest.raises(ProcessEnded):
             end()

@@ -32,11 +32,11 @@ from mpishard.base import (
     set_up_logging,
     settings,
 )
-from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
+from mpishard.communication.contract.arena import PRIVATE, Allocations, Arena, Locations, Nodes
 from mpishard.communication.contract.call import (
     DTYPES,
     Call,
-    Kind,
+    CollectiveKind,
     MessageWait,
     Traffic,
     check_array,
@@ -45,7 +45,7 @@ from mpishard.communication.contract.call import (
     piece_sizes,
     sent_by_all_reduce,
 )
-from mpishard.communication.contract.matching import check_calls, group_label, parting
+from mpishard.communication.contract.matching import check_calls, divergence, group_label
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
     TreeReducer,
@@ -101,14 +101,14 @@ class CommunicationBackend(ITransport):
 
     _rank_is_process = True  # False if a rank is a thread
     _begins_again = False  # whether the program begins again, in a smaller world, if ranks are lost
-    _heir: Self | None  # the world that replaces this one after ranks were lost
+    _successor: Self | None  # the world that replaces this one after ranks were lost
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._initialized = False
         self._is_root = True  # False if it was split off another world
         self._ended: CommunicationError | None = None  # the error of every later call, if any
-        self._heir = None
+        self._successor = None
         self._sequence = 0
         self._world_ranks: tuple[int, ...] | None = None
         self._topology: Nodes | None = None
@@ -118,7 +118,7 @@ class CommunicationBackend(ITransport):
         self._receives: dict[tuple[int, int], deque[object]] = {}
         self._rounds = 0
         self._reducer = TreeReducer()
-        self._regions = Regions()
+        self._allocations = Allocations()
         self._session = Session(rank=0)
         self.traffic = Traffic()
         """Bytes that this rank has sent and read."""
@@ -222,7 +222,7 @@ class CommunicationBackend(ITransport):
         ValueError
             For an environment variable of the package that has no meaning.
         """
-        if self._heir is not None:
+        if self._successor is not None:
             raise self._not_ready_error()
         if not self._initialized:
             settings.check()
@@ -382,7 +382,7 @@ class CommunicationBackend(ITransport):
             check_out(out, array.shape, array.dtype, "all_reduce")
         sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
         call = Call.describe(
-            Kind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
+            CollectiveKind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
         )
         if self._is_alone_on_gpu(array):
             return self._start(call, self._steps_alone, array, out)
@@ -462,7 +462,7 @@ class CommunicationBackend(ITransport):
         check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
         sends = {"reduce_scatter": array[pieces[self.rank] :].nbytes}
         call = Call.describe(
-            Kind.REDUCE_SCATTER,
+            CollectiveKind.REDUCE_SCATTER,
             array,
             operation=operation,
             counts=pieces,
@@ -516,7 +516,9 @@ class CommunicationBackend(ITransport):
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         rows = -1 if out is None else out.shape[0]
         sends = {"all_gather": array.nbytes * (self.world_size - 1)}
-        call = Call.describe(Kind.ALL_GATHER, array, out_rows=rows, subject=subject, sends=sends)
+        call = Call.describe(
+            CollectiveKind.ALL_GATHER, array, out_rows=rows, subject=subject, sends=sends
+        )
         if self._is_alone_on_gpu(array):
             return self._start(call, self._steps_alone, array, out)
         return self._start(call, self._steps_all_gather, array, out)
@@ -565,7 +567,7 @@ class CommunicationBackend(ITransport):
         if array is not None and self.rank == root:
             sent = array.nbytes * (self.world_size - 1)
         call = Call.describe(
-            Kind.BROADCAST, array, root=root, subject=subject, sends={"broadcast": sent}
+            CollectiveKind.BROADCAST, array, root=root, subject=subject, sends={"broadcast": sent}
         )
         if array is not None and self._is_alone_on_gpu(array):
             return self._start(call, self._steps_alone, array, array)
@@ -635,7 +637,7 @@ class CommunicationBackend(ITransport):
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
             sent, sends = array, {"scatter": array[pieces[root] :].nbytes}
-        call = Call.describe(Kind.SCATTER, sent, root=root, subject=subject, sends=sends)
+        call = Call.describe(CollectiveKind.SCATTER, sent, root=root, subject=subject, sends=sends)
         return self._start(call, self._steps_scatter, sent, pieces, root)
 
     def gather(self, array: Array, root: int = 0, *, subject: int = 0) -> Array | None:
@@ -674,7 +676,7 @@ class CommunicationBackend(ITransport):
         as_index("root", root, self.world_size)
         check_array(array, "gather", needs_dim=True)
         sends = {"gather": 0 if self.rank == root else array.nbytes}
-        call = Call.describe(Kind.GATHER, array, root=root, subject=subject, sends=sends)
+        call = Call.describe(CollectiveKind.GATHER, array, root=root, subject=subject, sends=sends)
         return self._start(call, self._steps_gather, array, root)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
@@ -726,7 +728,7 @@ class CommunicationBackend(ITransport):
                     f"and {part.dtype.name}"
                 )
         sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
-        call = Call.describe(Kind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
+        call = Call.describe(CollectiveKind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
         return self._start(call, self._steps_all_to_all, parts)
 
     def barrier(self, *, subject: int = 0) -> None:
@@ -735,7 +737,9 @@ class CommunicationBackend(ITransport):
 
     def barrier_async(self, *, subject: int = 0) -> Work:
         """Issue a `barrier`, which is done when every rank has called it."""
-        return self._start(Call.describe(Kind.BARRIER, None, subject=subject), self._steps_barrier)
+        return self._start(
+            Call.describe(CollectiveKind.BARRIER, None, subject=subject), self._steps_barrier
+        )
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
@@ -761,7 +765,7 @@ class CommunicationBackend(ITransport):
         if color is not None and as_integer("color", color) < 0:
             raise ValueError(f"color must be 0 or more, or None; got {color}")
         order = self.rank if key is None else as_integer("key", key)
-        call = Call.describe(Kind.SPLIT, None)
+        call = Call.describe(CollectiveKind.SPLIT, None)
         with self._session as session:
             try:
                 member = self._start(call, self._steps_split, color, order).wait()
@@ -833,10 +837,10 @@ class CommunicationBackend(ITransport):
                 f"{self.describe()} was split off another world: call shrink() of that world, and "
                 "split the new one again"
             )
-        heir = self._shrink()
+        successor = self._shrink()
         for world in self._session.worlds():
-            world._retire(heir)
-        return heir
+            world._retire(successor)
+        return successor
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -891,11 +895,11 @@ class CommunicationBackend(ITransport):
                 "numbers of another byte order, or wider than float64, are converted by "
                 ".astype(float)"
             )
-        call = Call.describe(Kind.ALLOCATE_SHARED, wanted)
+        call = Call.describe(CollectiveKind.ALLOCATE_SHARED, wanted)
         memory = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
         if memory is None:
             return None
-        self._regions.add(memory)
+        self._allocations.add(memory)
         return memory[: wanted.nbytes].view(wanted.dtype)
 
     def allocate_arena(self, length: int, dtype: DTypeLike) -> Arena | None:
@@ -941,8 +945,8 @@ class CommunicationBackend(ITransport):
         if shared is None:
             return None
         vectors = {
-            rank: shared[place * stride : place * stride + length]
-            for place, rank in enumerate(self.peers)
+            rank: shared[index * stride : index * stride + length]
+            for index, rank in enumerate(self.peers)
         }
         return Arena(vectors, self.rank, self.reduce_scatter_async, self.barrier_async)
 
@@ -1143,12 +1147,12 @@ class CommunicationBackend(ITransport):
         """
         raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
 
-    def _retire(self, heir: Self) -> None:
-        """End this world; ``heir``, the world of the remaining ranks, replaces it."""
+    def _retire(self, successor: Self) -> None:
+        """End this world; ``successor``, the world of the remaining ranks, replaces it."""
         stop_recording(self)
         if self._is_root and self._initialized:
             self.status.end(RankState.LEFT)
-        self._initialized, self._heir = False, heir
+        self._initialized, self._successor = False, successor
         self._pending.clear()
         self._transfers.clear()
 
@@ -1156,8 +1160,8 @@ class CommunicationBackend(ITransport):
     def _newest(self) -> Self:
         """The world that has replaced this one after ranks were lost; itself if none has."""
         newest = self
-        while newest._heir is not None:
-            newest = newest._heir
+        while newest._successor is not None:
+            newest = newest._successor
         return newest
 
     # ----------------------------------------------------------------------------- calls under way
@@ -1229,27 +1233,27 @@ class CommunicationBackend(ITransport):
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
 
-        def parted(upto: int) -> str:
-            return parting(self._records(), self.label, upto)
+        def diverged(upto: int) -> str:
+            return divergence(self._records(), self.label, upto)
 
-        check_calls(calls, self.world_ranks, self.label, parted, self._session.subjects.text)
+        check_calls(calls, self.world_ranks, self.label, diverged, self._session.subjects.text)
 
-    def _places(self, array: Array, out: Array | None) -> Places:
-        """Return the places of ``array`` and its result in memory that the node's ranks share."""
-        own = self._regions.locate(array)
+    def _locations(self, array: Array, out: Array | None) -> Locations:
+        """Return the locations of ``array`` and its result in memory that a node shares."""
+        own = self._allocations.locate(array)
         if out is None or out is array:
             return own, PRIVATE if out is None else own
-        return own, self._regions.locate(out)
+        return own, self._allocations.locate(out)
 
     def _ready(self) -> None:
         if not self._initialized:
             raise self._not_ready_error()
 
     def _not_ready_error(self) -> CommunicationError:
-        if self._heir is not None:
+        if self._successor is not None:
             return NotInitializedError(
                 f"{self.describe()} has lost ranks and has ended: go on with the backend of "
-                f"{self._heir.world_size} that shrink() returned, and with groups, models and "
+                f"{self._successor.world_size} that shrink() returned, and with groups, models and "
                 "optimizers that are made on it"
             )
         return NotInitializedError(

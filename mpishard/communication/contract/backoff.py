@@ -1,4 +1,4 @@
-"""The backoff of an MPI rank that waits: it spins, yields, dozes, and now and then looks round."""
+"""The backoff of an MPI rank that waits: it spins, yields, dozes, and checks its peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READ_EVERY = 0.5
 _SPINS = 300
 """Polls without a pause: about 0.2 ms, in which most peers arrive if they run at the same time."""
 
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 # Seconds of a wait after which a rank dozes. With more ranks than cores it is soon, because the
 # others need the core to arrive.
 _CROWDED_DOZE_AFTER = 0.002
@@ -90,7 +90,7 @@ class Backoff:
     ----------
     crowded : bool
         Whether the node has more ranks than cores.
-    look : callable
+    check : callable
         Called about 20 times a second. It may raise, and so end the wait. It need not check the
         time limit, which the watchdog does.
     dozes : bool
@@ -102,14 +102,14 @@ class Backoff:
         Whether each pause is a short sleep.
     """
 
-    __slots__ = ("_crowded", "_look", "_looked", "_polls", "_start", "dozes")
+    __slots__ = ("_check", "_checked", "_crowded", "_polls", "_start", "dozes")
 
-    def __init__(self, crowded: bool, look: Callable[[], None], *, dozes: bool = False) -> None:
+    def __init__(self, crowded: bool, check: Callable[[], None], *, dozes: bool = False) -> None:
         self._crowded = crowded
-        self._look = look
+        self._check = check
         self._polls = 0
         self._start = 0.0
-        self._looked = 0.0
+        self._checked = 0.0
         self.dozes = dozes
 
     def pause(self) -> None:
@@ -119,7 +119,7 @@ class Backoff:
             return
         before = time.monotonic()
         if not self._start:
-            self._start = self._looked = before
+            self._start = self._checked = before
         if self.dozes:
             time.sleep(_DOZE_SECONDS)
         else:
@@ -127,6 +127,6 @@ class Backoff:
         now = time.monotonic()
         is_long = now - self._start > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
         self.dozes |= is_long or now - before > LONG_POLL
-        if now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            self._look()
+        if now - self._checked > _CHECK_SECONDS:
+            self._checked = now
+            self._check()

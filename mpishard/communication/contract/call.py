@@ -70,7 +70,7 @@ GROUP_BYTES = 64
 """Bytes of a group's label that a status page keeps."""
 
 
-class Kind(IntEnum):
+class CollectiveKind(IntEnum):
     """The collectives."""
 
     ALL_REDUCE = 1
@@ -99,7 +99,7 @@ class Call:
     """
 
     sequence: int
-    kind: Kind
+    kind: CollectiveKind
     operation: ReductionOperation | None
     dtype: np.dtype[Any] | None
     shape: tuple[int, ...] | None
@@ -130,7 +130,7 @@ class Call:
     @classmethod
     def describe(
         cls,
-        kind: Kind,
+        kind: CollectiveKind,
         array: Array | None,
         *,
         operation: ReductionOperation | None = None,
@@ -256,7 +256,7 @@ class Call:
         nbytes = 0 if known is None else size * known.itemsize
         return cls(
             sequence,
-            Kind(kind),
+            CollectiveKind(kind),
             reduction,
             known,
             shape,

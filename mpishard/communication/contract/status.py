@@ -652,7 +652,7 @@ def _process(pid: int) -> tuple[bytes, int]:
     return fields[0], int(fields[19])
 
 
-def look_behind(framework: str) -> None:
+def skip_frames_of(framework: str) -> None:
     """Report the user's line, and not the framework's, for calls that a framework makes.
 
     Parameters

@@ -35,7 +35,7 @@ _CALLS = 3
 _CALLS_DESCRIBED = 10
 STDOUT, STDERR = 1, 2
 """The descriptors of stdout and stderr, also if the script has replaced ``sys.stderr``."""
-UNSAID = "unsaid"
+UNPRINTED = "unprinted"
 """File in a job's folder with the text that ranks without stderr would have printed."""
 _BROKEN = (OSError, ValueError, AttributeError)
 """The errors of a stream that is broken, closed, or a user's object with few methods."""
@@ -81,7 +81,7 @@ COLLECTIVE_LIMIT = TimeLimit("MPISHARD_TIMEOUT", settings.mpi_timeout)
 EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end=True)
 
 
-class Ending:
+class JobEnd:
     """The end of the whole job by one of its processes, and the reports on it.
 
     Parameters
@@ -182,7 +182,9 @@ class Ending:
                 return  # the first of the ranks that wait at their end reports for all
         elif not records or longest_waiting(records) == self.rank:
             stall = self.describe_stall()
-        say(limit.text(self.name, waited, where, f" after {limit.seconds():g} s") + stall)
+        print_to_stderr(
+            limit.text(self.name, waited, where, f" after {limit.seconds():g} s") + stall
+        )
 
     def give_up(self, waited: float, where: str, limit: TimeLimit) -> NoReturn:
         """End the job because this rank has waited for too long."""
@@ -203,7 +205,7 @@ class Ending:
         return rank_table([self.statuses.page.read()], time.time(), calls=_CALLS_DESCRIBED)
 
     def describe_stall(self) -> str:
-        """Return lines for a report that say why the ranks wait; empty if nothing is known."""
+        """Return lines for a report on the reason why the ranks wait; empty if nothing is known."""
         records = self.records() or stopped_siblings()
         return f"\n{describe_stall(records)}" if records else ""
 
@@ -264,7 +266,7 @@ class Ending:
         except Exception as error:  # noqa: BLE001 - reported, and the end goes on
             report += f"\n(what was recorded could not be written: {error})"
         if self.claim_report(code if is_own else 0) or is_said:
-            say(report)
+            print_to_stderr(report)
             # An abort discards the output that the launcher has not read yet.
             time.sleep(_OUTPUT_SECONDS)
         else:
@@ -307,7 +309,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print ``text`` to stderr, even if the script has replaced that.
 
     If its descriptor is closed, `mpishard run` prints it. Without that it goes to stdout.
@@ -325,13 +327,13 @@ def say(text: str) -> None:
                 with suppress(OSError):  # closed, too: nobody wants to know
                     os.write(STDOUT, data)
                 return
-            with suppress(OSError), (folder / UNSAID).open("ab") as file:
+            with suppress(OSError), (folder / UNPRINTED).open("ab") as file:
                 file.write(data)
 
 
-def launched_ending() -> Ending:
-    """Return the `Ending` of a process that has no world yet."""
-    return Ending(settings.launched_rank(), settings.launched_world_size() or 1)
+def launched_ending() -> JobEnd:
+    """Return the `JobEnd` of a process that has no world yet."""
+    return JobEnd(settings.launched_rank(), settings.launched_world_size() or 1)
 
 
 def _set_deadline(code: int) -> None:

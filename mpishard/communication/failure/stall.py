@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from mpishard.communication.contract import matching
 from mpishard.communication.contract.call import Call, MessageWait, of_group, place_after
-from mpishard.communication.contract.matching import members_of, parting
+from mpishard.communication.contract.matching import divergence, members_of
 from mpishard.communication.contract.status import RankRecord, RankState
 
 _SENTENCES = 3
@@ -160,7 +160,7 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
     """Return sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, Call)]
     groups = matching.grouped(odd, lambda record: _instead(record, waits))
-    sentences = [f"{_said(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
+    sentences = [f"{_activity(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
     return [*sentences, _advice(odd, waits, waiting)]
 
 
@@ -184,7 +184,7 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
         return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
-        sentence = parting(records, group)
+        sentence = divergence(records, group)
         if sentence:
             return f"{sentence}."
     method = waits[0].method if waits else ""
@@ -288,8 +288,8 @@ def describe_departure(
             f"{awaited.method} is collective: look for a loop or a branch in which rank {rank} "
             "calls it less often"
         )
-    parted = parting(records, awaited.group)
-    return text + (f"; {parted}" if parted else "")
+    diverged = divergence(records, awaited.group)
+    return text + (f"; {diverged}" if diverged else "")
 
 
 # ------------------------------------------------------------------------------------- the table
@@ -322,7 +322,7 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
     shown = len(entries) if len(entries) <= matching.MOST_LINES else matching.MOST_LINES - 1
     table = []
     for (text, lines, _), same in entries[:shown]:
-        table += [f"  {_said(same, f': {text}', now)}", *lines]
+        table += [f"  {_activity(same, f': {text}', now)}", *lines]
     others = [record for _, same in entries[shown:] for record in same]
     if others:
         table.append(f"  {_who(others)}: each does something else again")
@@ -336,7 +336,7 @@ def _last_calls(record: RankRecord, count: int) -> tuple[str, ...]:
     return tuple(f"    {c.sequence}: {c.text}" for c in calls)
 
 
-def _said(same: Sequence[RankRecord], text: str, now: float) -> str:
+def _activity(same: Sequence[RankRecord], text: str, now: float) -> str:
     """Return the names of the ranks, and their activity ``text`` with the seconds for `_AGO`."""
     last = ((r.waited, r.last.time if r.last else now) for r in same)
     seconds = _seconds_text(waited or max(0.0, now - time) for waited, time in last)

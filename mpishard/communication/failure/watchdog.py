@@ -37,10 +37,10 @@ from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
     STDERR,
-    Ending,
+    JobEnd,
     TimeLimit,
     launched_ending,
-    say,
+    print_to_stderr,
 )
 
 _STUCK_SECONDS = 2.0  # after Ctrl-C, without a step of the main thread
@@ -85,12 +85,12 @@ class PreemptionNotice:
         folder = settings.job_folder()
         try:
             if folder is not None and folder.is_dir():
-                (folder / "unheeded").touch(exist_ok=False)
+                (folder / "unobeyed").touch(exist_ok=False)
         except FileExistsError:
             return  # another rank of the job has reported it
         except OSError:  # such as a full disk: then several ranks may report it
             pass
-        say(
+        print_to_stderr(
             f"mpishard: {launched_ending().name} was preempted by SIGUSR1, and nothing obeyed "
             "it: no step of an optimize(checkpoint=FOLDER) came after it"
         )
@@ -204,7 +204,7 @@ class Wait:
         The thread that checks its time.
     where : callable
         Returns the place, such as ``in collective 3, ..``. Called by the watchdog's thread.
-    ending : Ending
+    ending : JobEnd
         Ends the job if the wait is too long.
     slack : float
         Seconds, beyond the limits, that the wait may take although no rank is late.
@@ -214,7 +214,7 @@ class Wait:
 
     watchdog: Watchdog
     where: Callable[[], str]
-    ending: Ending
+    ending: JobEnd
     slack: float
     limit: TimeLimit
     since: float = 0.0
@@ -242,8 +242,8 @@ class Watchdog:
         """The clock of all waits, which does not count the time in which the job is suspended."""
         self.waits: list[Wait] = []
         """The present waits of this rank: one, unless several of its threads communicate."""
-        self._jobs: list[Ending] = []
-        self.last: Ending | None = None
+        self._jobs: list[JobEnd] = []
+        self.last: JobEnd | None = None
         """The job that was released last; its records can be read until the process ends."""
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
@@ -262,13 +262,13 @@ class Watchdog:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
 
-    def guard(self, job: Ending) -> None:
+    def guard(self, job: JobEnd) -> None:
         """Watch over ``job`` until `release`. Idempotent."""
         if job not in self._jobs:
             self._jobs.append(job)
         self.start()
 
-    def release(self, job: Ending) -> None:
+    def release(self, job: JobEnd) -> None:
         """Stop watching ``job``; the thread ends with the last job. Idempotent."""
         if job in self._jobs:
             self.last = job
@@ -284,7 +284,7 @@ class Watchdog:
     def wait(
         self,
         where: Callable[[], str],
-        ending: Ending | None = None,
+        ending: JobEnd | None = None,
         slack: float = 0.0,
         limit: TimeLimit = COLLECTIVE_LIMIT,
     ) -> Wait:
@@ -303,18 +303,18 @@ class Watchdog:
             for number in self._signals.wait(self.pause(self.clock.now())):
                 self.receive(number, self.clock.now())
             if not self._stopped:
-                self.look(self.clock.now())
+                self.check(self.clock.now())
 
     def pause(self, now: float) -> float:
         """Return the seconds from ``now`` until a warning or a time limit may be due."""
         left = [READ_EVERY]
         for wait in tuple(self.waits):
             limits = (0.0 if wait.is_warned else settings.mpi_warning(), wait.limit.seconds())
-            # A limit that has passed since the last look is due at once, not one period later.
+            # A limit that has passed since the last check is due at once, not one period later.
             left += [max(0.0, wait.since + wait.slack + limit - now) for limit in limits if limit]
         return min(left)
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check time limits, the launcher and the other ranks of the node, at the time ``now``."""
         if self._interrupted is not None and now - self._interrupted[0] > _STUCK_SECONDS:
             (_, step), self._interrupted = self._interrupted, None
@@ -349,11 +349,11 @@ class Watchdog:
             lines += [text for job in self._jobs if (text := job.describe())]
             names = ", ".join(f"{t.name} {t.ident:#018x}" for t in threading.enumerate())
             lines.append(f"  its threads, whose stacks stand above: {names}")
-            say("\n".join(lines))
+            print_to_stderr("\n".join(lines))
         elif number == signal.SIGINT and self._interrupted is None:
             self._interrupted = now, _main_thread_step()
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> JobEnd:
         return self._jobs[0] if self._jobs else launched_ending()
 
     def _doing(self) -> str:

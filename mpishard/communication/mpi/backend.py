@@ -1,7 +1,7 @@
 """The backend of processes, over MPI: the life of a world, waiting, messages, groups.
 
-The backend is made of parts: a `Job` (this process and its end), a `Group` (communicators, headers,
-channels, and the user's messages), its `Collectives`, and a `Staging` for GPU arrays.
+The backend is made of parts: an `MPIJob` (this process and its end), a `Group` (communicators,
+headers, channels, and the user's messages), its `Collectives`, and a `Staging` for GPU arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpishard.communication.failure.stall import describe_departure
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
-from mpishard.communication.mpi.job import IN_INIT, Job, library_files
+from mpishard.communication.mpi.job import IN_INIT, MPIJob, library_files
 from mpishard.communication.mpi.library import (
     call_uninterrupted,
     check_launched_world,
@@ -45,7 +45,7 @@ from mpishard.communication.mpi.library import (
     load_mpi,
     not_launched_error,
 )
-from mpishard.communication.mpi.messages import Message
+from mpishard.communication.mpi.messages import MessageRequest
 from mpishard.communication.mpi.node_memory import at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
@@ -53,7 +53,7 @@ from mpishard.communication.tracing.recorder import record_if_asked, stop_record
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
 """Rounds, and polls in each, before a longer wait begins: most short messages come by then."""
 
-_STIR_EVERY = 8  # polls of a wait between two calls that let MPI progress its requests
+_PROGRESS_EVERY = 8  # polls of a wait between two calls that let MPI progress its requests
 _IN_SHRINK = "in shrink() for the other ranks that are left"
 
 _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
@@ -74,7 +74,7 @@ def _through(name: str) -> Callable[..., Steps]:
         if not (is_device_array(array) and self._needs_staging(call, array)):
             return collective(call, given, *arguments)
         if self._gpu is None:
-            self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
+            self._gpu = Staging(logs=self._rank == 0 and self._is_root)
         return self._gpu.run(collective, call, given, *arguments)
 
     return steps
@@ -122,7 +122,7 @@ class MPICommunicationBackend(CommunicationBackend):
         self._on_failure: OnFailure = on_failure
         self._mpi = mpi
         self._may_record = True
-        self._job: Job | None = None
+        self._job: MPIJob | None = None
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
@@ -160,7 +160,7 @@ class MPICommunicationBackend(CommunicationBackend):
             raise self._not_ready_error()
         is_new = self._job is None
         if self._job is None:
-            self._job = Job(self._mpi, self._comm, survives=self._on_failure == "shrink")
+            self._job = MPIJob(self._mpi, self._comm, survives=self._on_failure == "shrink")
         job = self._job
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
@@ -254,7 +254,7 @@ class MPICommunicationBackend(CommunicationBackend):
             "to the rank, or compute here with arrays alone"
         )
 
-    def _joined(self) -> tuple[Job, Group]:
+    def _joined(self) -> tuple[MPIJob, Group]:
         if self._job is None or self._group is None or not self._initialized:
             raise self._not_ready_error()
         return self._job, self._group
@@ -297,7 +297,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 if is_slow:
                     break
             dozes = is_slow or time.monotonic() < job.shares_core_until
-            backoff = Backoff(job.crowded, lambda: self._look_round(work), dozes=dozes)
+            backoff = Backoff(job.crowded, lambda: self._check_peers(work), dozes=dozes)
             polls = 0
             self.status.wait(work.awaited)
             wait = job.wait(lambda: work.where)
@@ -308,8 +308,8 @@ class MPICommunicationBackend(CommunicationBackend):
                         advance()
                         # A wait at a ring makes no call of MPI, whose requests must progress too.
                         polls += 1
-                        if polls % _STIR_EVERY == 0:
-                            job.stir()
+                        if polls % _PROGRESS_EVERY == 0:
+                            job.progress_mpi()
             finally:
                 # Ended again, because an exception of a signal handler may have struck as it began
                 # or ended. The watchdog would end the job at the time limit.
@@ -324,9 +324,9 @@ class MPICommunicationBackend(CommunicationBackend):
     def _explain(self, error: Exception, where: str) -> Exception:
         return error if self._job is None else self._job.explain(error, where)
 
-    def _look_round(self, work: Work) -> None:
+    def _check_peers(self, work: Work) -> None:
         """Raise if a rank that ``work`` needs has left or failed."""
-        self._joined()[0].look(work.where)
+        self._joined()[0].check_losses(work.where)
         group = self._joined()[1]
         group.mail.reap()
         departures = group.departures()
@@ -356,7 +356,7 @@ class MPICommunicationBackend(CommunicationBackend):
             return last < awaited.sequence
         # If the head of a message has come, its data are under way, and the rank is not needed.
         is_coming = not awaited.is_send and any(
-            isinstance(other.waitable, Message)
+            isinstance(other.waitable, MessageRequest)
             for other in self._transfers
             if other.awaited.peer == awaited.peer and not other.awaited.is_send
         )
@@ -394,10 +394,10 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
-        wish = np.array([-1 if color is None else color, key], np.int64)
-        wishes = (yield from self._collectives.open(call, wish)).integers(2)
-        colors = sorted({c for c, _ in wishes if c >= 0})
-        members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
+        choice = np.array([-1 if color is None else color, key], np.int64)
+        choices = (yield from self._collectives.open(call, choice)).integers(2)
+        colors = sorted({c for c, _ in choices if c >= 0})
+        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
         place = 0 if color is None else members.index((key, self._rank))
         # MPI_Comm_split blocks. So earlier collectives must not need this rank any more. The first
@@ -427,7 +427,7 @@ class MPICommunicationBackend(CommunicationBackend):
         """Call MPI_Comm_split when every rank has come to it, which a cut-off rank never does."""
         job, group = self._joined()
         fence = group.exchange.fence()
-        backoff = Backoff(job.crowded, lambda: self._look_round(work))
+        backoff = Backoff(job.crowded, lambda: self._check_peers(work))
         while not fence.test():
             backoff.pause()
         return group.comm.Split(color, place)
@@ -496,10 +496,10 @@ class MPICommunicationBackend(CommunicationBackend):
         with job.wait(lambda: _IN_SHRINK):
             job.call_off()
             ulfm.shrink(build, undo)
-        heir = made[0]
+        successor = made[0]
         hooks.remove(self)
         job.retire()
-        return heir
+        return successor
 
 
 def _disown_all() -> None:

@@ -18,14 +18,19 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, Device, copy_into, is_device_array, settings, synchronize
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import INLINE_BYTES
 from mpishard.communication.mpi.messages import Bytes, ScratchPool
 
 _log = logging.getLogger("mpishard")
 
-_BY_POINTER = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST)
+_BY_POINTER = (
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.BROADCAST,
+)
 
 
 def needs_staging(call: Call, array: Array) -> bool:
@@ -45,13 +50,13 @@ class Staging:
 
     Parameters
     ----------
-    speaks : bool
+    logs : bool
         Whether this rank logs how the arrays travel.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
+    def __init__(self, *, logs: bool) -> None:
         self._pinned = ScratchPool(lambda n: Device("cuda").pinned(n, np.dtype(np.uint8)))
-        if speaks:
+        if logs:
             hint = settings.cuda_aware_hint()
             _log.info(
                 "GPU arrays travel through pinned host buffers; MPISHARD_CUDA_AWARE=1 hands them "

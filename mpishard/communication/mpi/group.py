@@ -19,8 +19,8 @@ from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
-    Message,
     MessageChannel,
+    MessageRequest,
     Messages,
     Pending,
     post_bytes,
@@ -138,7 +138,7 @@ class Group:
             if rank != self.rank:
                 notice = np.array([last, self.mail.sent[rank]], np.int64)
                 request = self.comm.Isend([notice, 2, self.mpi.INT64_T], rank, _NOTICE_TAG)
-                Message([request], self.in_flight, notice)
+                MessageRequest([request], self.in_flight, notice)
             self._notified = rank + 1
 
     def departures(self) -> dict[int, int]:
@@ -153,7 +153,7 @@ class Group:
             self.is_cut_off |= last == CUT_OFF
         return {rank: last for rank, (last, _) in self._notices.items()}
 
-    def stir(self) -> None:
+    def progress_mpi(self) -> None:
         """Let MPI progress the requests under way. A wait at a ring makes no call of MPI."""
         if self.in_flight:
             self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
@@ -222,9 +222,9 @@ class Group:
             # Get_elements, because a count of a long message may overflow a C int.
             buffer = np.empty(status.Get_elements(byte), np.uint8)
             request = post_bytes(self.mpi, message.Irecv, buffer)
-            Message([request], self.in_flight, buffer)
+            MessageRequest([request], self.in_flight, buffer)
             self.mail.taken[status.Get_source()] += 1
         if any(self.mail.taken[rank] != sent for rank, (_, sent) in self._notices.items()):
             return False
-        messages = [request for request in self.in_flight if isinstance(request, Message)]
+        messages = [request for request in self.in_flight if isinstance(request, MessageRequest)]
         return sum(not request.test() for request in messages) == 0

@@ -25,7 +25,7 @@ from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.contract.work import Session
-from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
+from mpishard.communication.failure.abort import EXIT_LIMIT, JobEnd, flush_output, print_to_stderr
 from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
@@ -38,7 +38,7 @@ _FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
 IN_INIT = "in init() for the other ranks to call it"
 
 
-class Job:
+class MPIJob:
     """One root world of this process, with every world that was split off it.
 
     Parameters
@@ -59,7 +59,7 @@ class Job:
         self.session = Session(self.rank)
         """The state that this rank's worlds share, and the error of a broken one."""
         self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
-        self.ending = Ending(self.rank, self.world_size, self.statuses, self._finish_traces)
+        self.ending = JobEnd(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
         """The lost ranks, which this rank outlives; None if it ends with them."""
@@ -142,10 +142,10 @@ class Job:
             if group.has_left() and group.free():
                 del self._groups[group]
 
-    def stir(self) -> None:
+    def progress_mpi(self) -> None:
         """Let MPI progress the operations under way in any world."""
         for group in self._groups:
-            group.stir()
+            group.progress_mpi()
 
     # ------------------------------------------------------------------------------------ ends
 
@@ -182,20 +182,20 @@ class Job:
         start = time.monotonic()
         while sum(not group.has_left() for group in groups):
             self.session.progress()
-            self.stir()
+            self.progress_mpi()
             # Limited by time and not by count: on a busy machine a hundred yields take seconds.
             if time.monotonic() - start < _SPIN_SECONDS:
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
-            self.look("for the others to leave")
+            self.check_losses("for the others to leave")
             if any(group.is_cut_off for group in groups):
                 break
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and sends nothing any more
         for _, calls, last in self._pending_calls():
             for call in [call for call, _ in calls if call.sequence > last][:1]:
-                say(
+                print_to_stderr(
                     f"mpishard: {self.ending.name} has left {call.name} called at {call.place}: "
                     "other ranks left without it, and nobody waited for its result"
                 )
@@ -210,7 +210,7 @@ class Job:
             ]
         ) and time.monotonic() < deadline:
             self.session.progress()
-            self.stir()
+            self.progress_mpi()
             yield_processor()
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
@@ -231,7 +231,7 @@ class Job:
 
     # ------------------------------------------------------------------------ where a rank is gone
 
-    def look(self, where: str) -> None:
+    def check_losses(self, where: str) -> None:
         """Raise `PeerError` if ranks outlive each other and one is gone."""
         if self.ulfm is not None and (loss := self.ulfm.find_loss(where)):
             self.session.broken = loss

@@ -167,12 +167,12 @@ class MessageChannel:
         operation: ReductionOperation,
         piece: Array,
         *,
-        is_dealt: bool = False,
+        is_sent: bool = False,
     ) -> Steps:
         """Send ``parts[r]`` to rank r; combine the received parts and this rank's into ``piece``.
 
-        ``piece`` may be this rank's own part. ``is_dealt`` says that all ranks have sent the parts
-        by `deal`.
+        ``piece`` may be this rank's own part. ``is_sent`` says that all ranks have sent the parts
+        by `send_early`.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -192,7 +192,7 @@ class MessageChannel:
         if not on_device:
             self._pool.give(buffer)
 
-    def deal(self, parts: Sequence[Array]) -> bool:
+    def send_early(self, parts: Sequence[Array]) -> bool:
         """Send the parts of the next `reduce` before its headers; return whether they were sent.
 
         Messages are not sent early, because MPI requires one order of messages on all ranks.
@@ -259,7 +259,7 @@ def _as_bytes(array: Array) -> Array:
     return array.view(array_namespace(array).uint8)
 
 
-class Message(Pending):
+class MessageRequest(Pending):
     """A request of point to point. Its other half is posted at the end of the world at latest."""
 
     __slots__ = ()
@@ -277,7 +277,7 @@ class Incoming:
         self.nbytes = self.size * self.dtype.itemsize
         self.data: Bytes | None = None
         """Its elements as bytes; None if they travel apart and no memory is allocated yet."""
-        self.pending: Message | None = None
+        self.pending: MessageRequest | None = None
         """The request for its data, if they travel apart."""
         if self.nbytes <= _TOGETHER_BYTES:
             self.data = buffer[_HEAD_BYTES : _HEAD_BYTES + self.nbytes].copy()
@@ -336,7 +336,7 @@ class Messages:
         # A rank that leaves sends this number to the receiver, which takes as many messages before
         # it frees the communicator.
         self.sent[destination] += 1
-        return Message([request], self._in_flight, data)
+        return MessageRequest([request], self._in_flight, data)
 
     def reap(self) -> None:
         """Release the copies that MPI has sent."""
@@ -387,12 +387,12 @@ class _Probe(Waitable):
             self._message = self._messages._comm.Improbe(self._source, self._tag, self._status)
         return self._message is not None
 
-    def read_into(self, buffer: Bytes) -> Message:
+    def read_into(self, buffer: Bytes) -> MessageRequest:
         """Begin to receive the message into ``buffer``, which has its size."""
         messages = self._messages
         messages.taken[self._source] += 1
         request = post_bytes(messages._mpi, self._message.Irecv, buffer)
-        return Message([request], messages._in_flight, buffer)
+        return MessageRequest([request], messages._in_flight, buffer)
 
     def read(self) -> Bytes:
         """Return the bytes of the message, which is short."""

@@ -30,7 +30,7 @@ _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _log = logging.getLogger("mpishard")
 
 
-class _Rows(NamedTuple):
+class _RowViews(NamedTuple):
     """Rows of all ranks as arrays of one dtype."""
 
     whole: list[Array]
@@ -46,8 +46,8 @@ class RowChannel:
     Each rank of a group has two rows of that memory. It alone writes them, and it takes them in
     turn, so it has passed a fence since the others read the row that it writes. In a round every
     rank copies the data for the others to its row; after a fence each reads from the others' rows.
-    Data that were dealt before their header need no fence. A rank deals early only if all its
-    earlier collectives have ended, so its header implies that it has read all rows.
+    Data that were written before their header need no fence. A rank writes them early only if all
+    its earlier collectives have ended, so its header implies that it has read all rows.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class RowChannel:
         fence: Callable[[], Waitable],
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
-        self._views: dict[tuple[int, np.dtype[Any]], _Rows] = {}
+        self._views: dict[tuple[int, np.dtype[Any]], _RowViews] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so is aligned for every dtype.
@@ -95,12 +95,12 @@ class RowChannel:
         operation: ReductionOperation,
         piece: Array,
         *,
-        is_dealt: bool = False,
+        is_sent: bool = False,
     ) -> Steps:
         """See `MessageChannel`."""
         own = parts[self._rank]
-        if not is_dealt:
-            self.deal(parts)
+        if not is_sent:
+            self._write_row(parts)
             yield self._fence()
         contributions = [slot[: own.size] for slot in self._take(own.dtype)]
         contributions[self._rank] = own
@@ -108,7 +108,7 @@ class RowChannel:
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
-        self.deal(outgoing)
+        self._write_row(outgoing)
         yield self._fence()
         for other, slot in enumerate(self._take(outgoing[0].dtype)):
             if other != self._rank:
@@ -130,12 +130,16 @@ class RowChannel:
         ranks = range(self._sets.shape[1])
         yield from self.spread([array if rank == root else array[:0] for rank in ranks])
 
-    def deal(self, parts: Sequence[Array]) -> bool:
-        """See `MessageChannel`: copy ``parts[r]`` to the slot of rank r in this rank's row."""
+    def send_early(self, parts: Sequence[Array]) -> bool:
+        """See `MessageChannel`."""
+        self._write_row(parts)
+        return True
+
+    def _write_row(self, parts: Sequence[Array]) -> None:
+        """Copy ``parts[r]`` to the slot of rank r in this rank's next row."""
         for other, slot in enumerate(self._next_rows(parts[0].dtype).outgoing):
             if other != self._rank:
                 slot[: parts[other].size] = parts[other]
-        return True
 
     def _take(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return the slots of all rows that are meant for this rank, and end the round."""
@@ -143,7 +147,7 @@ class RowChannel:
         self._turn = 1 - self._turn
         return slots
 
-    def _next_rows(self, dtype: np.dtype[Any]) -> _Rows:
+    def _next_rows(self, dtype: np.dtype[Any]) -> _RowViews:
         """Return the ranks' rows in the set that is next in turn, as arrays of ``dtype``."""
         # Two sets, because with one a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn
@@ -153,7 +157,7 @@ class RowChannel:
             slots = [row[: len(whole) * self.bytes_each].view(dtype) for row in self._sets[turn]]
             slots = [row.reshape(len(whole), -1) for row in slots]
             incoming = [row[self._rank] for row in slots]
-            rows = self._views[turn, dtype] = _Rows(whole, list(slots[self._rank]), incoming)
+            rows = self._views[turn, dtype] = _RowViews(whole, list(slots[self._rank]), incoming)
             self.scratch_bytes = 2 * self.ROW_BYTES
         return rows
 

@@ -25,7 +25,7 @@ from mpishard.base import MPIUnavailableError, PeerError, settings
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 
-_STIRS = 16  # calls after which Open MPI has read the notices of its launcher
+_PROGRESS_CALLS = 16  # calls after which Open MPI has read the notices of its launcher
 _LEARN_SECONDS = 1.0  # for MPI to name the lost rank after an error that names none
 _UNNOTICED_SECONDS = 2.0  # after which the watchdog takes it that MPI overlooks a loss
 
@@ -153,7 +153,7 @@ class Ulfm:
     def _learn(self) -> None:
         # On COMM_SELF, because on a revoked communicator the call fails at once, and MPI makes no
         # progress in it.
-        for _ in range(_STIRS):
+        for _ in range(_PROGRESS_CALLS):
             self._mpi.COMM_SELF.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
         self._note_lost()
 
@@ -211,6 +211,6 @@ class Ulfm:
             base = comm
 
     def _wait(self, request: Any) -> None:
-        backoff = Backoff(crowded=True, look=self._learn)
+        backoff = Backoff(crowded=True, check=self._learn)
         while not request.Test():
             backoff.pause()

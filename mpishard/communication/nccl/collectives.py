@@ -15,7 +15,7 @@ from mpishard.base import (
     is_device_array,
 )
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
@@ -31,9 +31,9 @@ def goes_by_host(call: Call, array: Array) -> bool:
     The sizes of the other ranks' arrays, which decide how an all_gather or a broadcast travels, are
     known only from the headers.
     """
-    if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+    if call.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER):
         return int(array.nbytes) <= SMALL_BYTES
-    return call.kind not in (Kind.ALL_GATHER, Kind.BROADCAST)
+    return call.kind not in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
 
 
 class NCCLCollectives(Collectives):

@@ -180,7 +180,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         deadline = world.clock.now() + (self._timeout or math.inf)
         with world.lock:
             world.survive(self._rank)
-            while not world.has_heirs():
+            while not world.has_successor():
                 if not world.wait(self._rank, deadline):
                     world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
@@ -189,12 +189,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                         "every rank that is left calls it"
                     )
         _forget(self._environment_id, world)
-        heir = type(self)(
-            world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
+        successor = type(self)(
+            world.successor_ranks.index(self._rank),
+            len(world.successor_ranks),
+            world.successor_name,
+            timeout=self._timeout,
         )
         stop_recording(self, world.failures[0].error("the world was given up", self._me))
-        heir.initialize()
-        return heir
+        successor.initialize()
+        return successor
 
     def _joined(self) -> World:
         self._ready()
@@ -301,8 +304,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield from self._open(call, None)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        given = yield from self._open(call, (array, self._places(array, out)), array)
-        places = [where for _, where in given]
+        given = yield from self._open(call, (array, self._locations(array, out)), array)
+        locations = [where for _, where in given]
         sizes: tuple[int, ...] = ShardLayout(int(array.size), self._world_size).sizes
         if all(
             where == NOWHERE and is_combined_whole(other.nbytes, self._world_size)
@@ -319,11 +322,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._meet(call, 1, piece, piece)
         result = out.reshape(-1)
-        out_is_shared = self.topology.results_are_shared(places)
+        out_is_shared = self.topology.results_are_shared(locations)
         for rank, other in enumerate(pieces):
             if not out_is_shared or self.topology.agent(rank) == self._rank:
                 copy_into(result[starts[rank] : starts[rank + 1]], other)
-        if out_is_shared and self.topology.arrays_are_shared(places):
+        if out_is_shared and self.topology.arrays_are_shared(locations):
             self.traffic.share_reduce(call, self.topology, sizes, array.dtype)
             self.traffic.share_gather(call, self.topology, sizes, array.dtype)
         # Wait until all have read the pieces in GPU memory, because CuPy reuses the memory of a
@@ -335,7 +338,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        given = yield from self._open(call, (array, self._places(array, out)), array)
+        given = yield from self._open(call, (array, self._locations(array, out)), array)
         start = sum(counts[: self._rank])
         mine = slice(start, start + counts[self._rank])
         xp = array_namespace(array)
@@ -356,7 +359,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        given = yield from self._open(call, (array, self._places(array, out)), array)
+        given = yield from self._open(call, (array, self._locations(array, out)), array)
         starts = list(itertools.accumulate((other.shape[0] for other, _ in given), initial=0))
         out_is_shared = self.topology.results_are_shared([where for _, where in given])
         if out is None:
@@ -421,9 +424,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
-        wishes = yield from self._open(call, (color, key))
+        choices = yield from self._open(call, (color, key))
         # Rank 0 makes the worlds for all, because the ranks of a color must share one object.
-        worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
+        worlds = self._joined().split(choices, call.sequence) if self._rank == 0 else None
         values = yield from self._meet(call, 1, worlds)
         if color is None:
             return None
