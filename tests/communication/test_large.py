@@ -1,4 +1,4 @@
-"""Arrays beyond what a C int counts: more than 2**31 bytes, and more than 2**31 elements."""
+"""Arrays too large for a C int: more than 2**31 bytes, and more than 2**31 elements."""
 
 import functools
 import os
@@ -108,7 +108,7 @@ def test_reduce_scatter(backend, path, dtype):
 @pytest.mark.parametrize("large", [0, 1])
 @in_worlds(2)
 def test_all_gather(backend, path, dtype, large):
-    """One rank's array alone is large: the next one's begins far out."""
+    """One rank's array is large, so that the next rank's begins beyond 2**31."""
     patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     rows = [length if rank == large else FEW for rank in range(2)]
@@ -163,7 +163,7 @@ def test_gather(backend, dtype, large):
 @pytest.mark.parametrize("large", [0, 1])
 @in_worlds(2)
 def test_all_to_all(backend, dtype, large):
-    """Rank 0 keeps much or sends much; what follows begins far out."""
+    """Rank 0 keeps or sends a large part, so that the next part begins beyond 2**31."""
     patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     sizes = [[length if target == large else FEW for target in range(2)], [FEW, FEW]]

@@ -162,7 +162,7 @@ def test_conformance_without_memory_that_all_ranks_share(
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "twins", "split"])
-def test_conformance_of_fast_sums_where_no_order_shows(backend, cupy, by_nccl, name):
+def test_conformance_of_fast_sums_in_checks_without_an_order(backend, cupy, by_nccl, name):
     checks = CommunicationConformance([np.dtype(np.int32), np.dtype(np.float16)])
     with OnGPU(backend._comm, reductions="fast") as world:
         getattr(checks, f"check_{name}")(world)
@@ -185,7 +185,7 @@ def test_exact_sums_have_the_bits_of_every_backend(backend, world, cupy):
     assert {"allReduce", "reduceScatter", "reduce"}.isdisjoint(names(cupy))
 
 
-def test_fast_sums_are_those_of_nccl(backend, cupy, caplog):
+def test_fast_sums_are_made_by_nccl(backend, cupy, caplog):
     caplog.set_level(logging.WARNING, "mpishard")
     ranks = backend.world_size
     drawn = np.random.default_rng([3, backend.rank]).standard_normal(LARGE * ranks)
@@ -207,12 +207,12 @@ def test_fast_sums_are_those_of_nccl(backend, cupy, caplog):
         world.split(0).barrier()
     if ranks > 1:
         assert {"allReduce", "reduceScatter", "reduce"} <= set(names(cupy))
-    said = [record for record in caplog.records if "reductions='fast'" in record.message]
-    assert len(said) == (backend.rank == 0)
+    logged = [record for record in caplog.records if "reductions='fast'" in record.message]
+    assert len(logged) == (backend.rank == 0)
 
 
-def test_fast_sums_keep_the_contract_where_nccl_does_not(backend, cupy):
-    """NaN in MIN and MAX, sums of 16 bits in float32, and dtypes that NCCL does not know."""
+def test_fast_sums_use_the_tree_if_nccl_breaks_the_contract(backend, cupy):
+    """These are NaN in MIN and MAX, sums of 16-bit numbers, and dtypes that NCCL lacks."""
     cases = [("float32", ReductionOperation.MAX), ("float32", ReductionOperation.MIN),
              ("float16", ReductionOperation.SUM), ("int16", ReductionOperation.SUM),
              ("complex64", ReductionOperation.PRODUCT)]  # fmt: skip
@@ -240,7 +240,7 @@ def test_small_arrays_and_arrays_on_the_host_do_not_start_nccl(world, cupy):
     assert "init" in names(cupy)
 
 
-def test_each_rank_uses_the_gpu_of_its_number_on_the_node(world, cupy):
+def test_each_rank_uses_the_gpu_of_its_local_rank(world, cupy):
     assert int(cupy.cuda.Device()) == world.rank
     world.all_gather(cupy.ones(LARGE))
     assert world._communicator._made.device_id() == world.rank
@@ -287,7 +287,7 @@ def test_async_calls_overlap(world, cupy):
 
 
 def test_worlds_may_begin_with_nccl_in_any_order(world, cupy):
-    """The start blocks until all ranks have come, and here they come to two worlds crosswise."""
+    """The start blocks until all ranks arrive; here they enter two worlds in two orders."""
     group = world.split(0)
     starts = [made._communicator._begin() for made in (world, group)]
     for start in starts:
@@ -334,7 +334,7 @@ def test_a_large_array_on_the_gpus_of_some_ranks_is_refused_on_all(world, cupy):
     assert names(cupy) == []
 
 
-def test_placement_may_differ_where_data_go_through_the_host(world, cupy):
+def test_placement_may_differ_if_data_travel_through_the_host(world, cupy):
     ranks, rank = world.world_size, world.rank
     for length in (3, 100, 900):  # in the header, and through the host
         mine = np.full(length, float(rank)) if rank == 0 else cupy.full(length, float(rank))
@@ -404,7 +404,7 @@ def test_an_array_that_nccl_still_uses_is_a_race(world, cupy):
     ones *= 2
 
 
-def test_calls_that_do_not_match_are_refused_where_nccl_would_hang(world, cupy):
+def test_mismatches_with_which_nccl_would_hang_are_refused(world, cupy):
     if world.world_size == 1:
         pytest.skip("needs two ranks")
     world.all_reduce(cupy.ones(LARGE))
@@ -436,7 +436,7 @@ def test_the_end_of_a_job_aborts_nccl_before_mpi(world, cupy):
 # ------------------------------------------------------------------------------------- whole runs
 
 
-def test_init_makes_it_and_returns_it_again(backend, cupy, monkeypatch):
+def test_init_makes_an_nccl_backend_and_returns_it_again(backend, cupy, monkeypatch):
     monkeypatch.setattr(sys.modules["mpishard.communication.process"], "_process_backend", None)
     with ms.init("nccl") as world:
         assert type(world) is NCCLCommunicationBackend

@@ -138,21 +138,21 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
             over.release()
 
     over.acquire()
-    struck: BaseException | None = None
+    interruption: BaseException | None = None
     try:
         _thread.start_new_thread(run, ())
     except BaseException as error:
         if begun.acquire(blocking=False):
             raise  # the thread, if it was started, now makes no call
-        struck = error
+        interruption = error
     while not results and not errors:
         try:  # has a loop of its own, because handlers also run when a loop begins again
             while not results and not errors:
                 over.acquire(timeout=_POLL_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised below
-            struck = error
-    if struck is not None or errors:
-        raise struck or errors[0]
+            interruption = error
+    if interruption is not None or errors:
+        raise interruption or errors[0]
     return results[0]
 
 
