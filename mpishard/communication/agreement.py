@@ -77,7 +77,7 @@ def agree(
         The values, in the order of ranks.
     """
     failure: Exception | None = None
-    values: list[Any] = []
+    values: list[Value] = []
     try:
         values = [prepare()]
     except CommunicationError:
@@ -89,10 +89,10 @@ def agree(
 
 def _exchange(
     backend: CommunicationBackend | None,
-    values: list[Any],
+    values: list[Value],
     failure: Exception | None,
     subject: int,
-) -> list[Any]:
+) -> list[Value]:
     """Return the value of each rank that has one; raise on every rank if one has a failure."""
     if backend is not None:
         failed = [backend.rank, type(failure).__name__, str(failure)]
@@ -171,7 +171,7 @@ class GatheredTexts:
         return [] if lines is None else lines.tobytes().decode().splitlines()
 
 
-def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject: int = 0) -> str:
+def differences(backend: CommunicationBackend, mine: Mapping[str, object], subject: int = 0) -> str:
     """Describe the differences between the ranks' JSON objects. Collective.
 
     The result is "" if the objects are equal, which takes one small all-gather. ``subject`` as in
@@ -194,7 +194,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject:
     return "; ".join(found)
 
 
-def _gather_values(backend: CommunicationBackend, value: Any, subject: int = 0) -> list[Any]:
+def _gather_values(backend: CommunicationBackend, value: object, subject: int = 0) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
     # An empty value takes no bytes, so that an all-gather of empty values sends only headers.
     line = json.dumps(value) + "\n" if value else ""

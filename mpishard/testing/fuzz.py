@@ -195,7 +195,7 @@ class _SequenceRun:
 
     def _arguments(
         self, backend: CommunicationBackend, step: SequenceStep
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
+    ) -> tuple[tuple[object, ...], dict[str, object], Check]:
         """Return the arguments and options of this rank's call, and the check of its result."""
         rank, world, method = backend.rank, backend.world_size, step.method
         inputs: list[Any] = [self._input(step, peer) for peer in range(world)]
@@ -214,7 +214,7 @@ class _SequenceRun:
         expected = expected_result(
             method, inputs, rank, operation=step.operation, root=step.root, counts=step.counts
         )
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if method == "reduce_scatter" or (method == "scatter" and rank == step.root):
             options["counts"] = step.counts
         given = mine if method in ("all_reduce", "broadcast") else None

@@ -65,7 +65,7 @@ class SequenceStep:
     number: int
     method: str
     group: int = 0
-    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
+    dtype: np.dtype = field(default_factory=lambda: np.dtype(np.float64))
     rows: tuple[int, ...] = ()
     trailing: tuple[int, ...] = ()
     operation: ReductionOperation = ReductionOperation.SUM
@@ -238,7 +238,7 @@ def spoil(plan: list[SequenceStep], seed: int) -> Spoiled | None:
     size, known = len(step.rows), operations(step.dtype)
     place = _METHODS.index(step.method)
     longer = tuple(n + 1 for n in step.rows)
-    plain = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
+    plain: dict[str, Any] = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
     changes: dict[str, dict[str, Any]] = {
         # Arguments that every collective takes, because the new one may be any.
         "method": plain | {

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from mpishard.base import as_amount, as_count, as_integer, require_type
+from mpishard.base import Array, as_amount, as_count, as_integer, require_type
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
-
-_Vector = np.ndarray[Any, Any]
 
 # The error of a parameter with tiny derivatives is taken relative to this fraction of the model's
 # largest derivative. Otherwise the rounding of the loss would count as an error of the gradient.
@@ -46,9 +45,9 @@ class GradientMismatchError(AssertionError):
 
 def check_gradients(
     model: Any,
-    x: Any,
-    y: Any,
-    loss: Any = None,
+    x: ArrayLike,
+    y: ArrayLike,
+    loss: Callable[..., float] | None = None,
     *,
     tolerance: float | None = None,
     samples: int | None = 32,
@@ -87,7 +86,7 @@ def check_gradients(
         If there is no way to compute the loss.
     """
     evaluate = _loss_function(model, x, y, loss)
-    start: _Vector = np.array(model.get_parameters())
+    start: Array = np.array(model.get_parameters())
     gradient = np.array(model.compute_gradients(x, y))
     _promise(
         gradient.shape == start.shape,
@@ -103,7 +102,7 @@ def check_gradients(
     if entries is not None:
         ranges = {e.name: slice(e.start, e.start + e.size) for e in entries}
 
-    def at(parameters: _Vector) -> float:
+    def at(parameters: Array) -> float:
         model.set_parameters(parameters.copy())
         return evaluate()
 
@@ -120,7 +119,7 @@ def check_gradients(
 
 def check_layer_gradients(
     layer: Layer,
-    x: Any,
+    x: ArrayLike,
     *,
     seed: int = 0,
     tolerance: float = 1e-6,
@@ -195,11 +194,9 @@ class _Checker:
         # A check of no elements would find every gradient right.
         self._samples = None if samples is None else as_count("samples", samples)
         self._generator = np.random.default_rng(seed)
-        self._pairs: dict[str, tuple[_Vector, _Vector]] = {}
+        self._pairs: dict[str, tuple[Array, Array]] = {}
 
-    def add(
-        self, name: str, values: _Vector, gradient: _Vector, evaluate: Callable[[], float]
-    ) -> None:
+    def add(self, name: str, values: Array, gradient: Array, evaluate: Callable[[], float]) -> None:
         """Add the differences of ``evaluate()`` when elements of ``values`` are moved in place."""
         indices = np.arange(values.size)
         if self._samples is not None and self._samples < values.size:
@@ -235,9 +232,7 @@ class _Checker:
         return errors
 
 
-def _difference(
-    values: _Vector, place: tuple[np.intp, ...], evaluate: Callable[[], float]
-) -> float:
+def _difference(values: Array, place: tuple[np.intp, ...], evaluate: Callable[[], float]) -> float:
     """Return the central difference of ``evaluate()`` with respect to one element."""
     middle = values[place]
     # The error of a central difference grows with step^2, and that of rounding with eps / step.
@@ -252,7 +247,7 @@ def _difference(
     return (high - low) / (above - below)
 
 
-def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
+def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, Array]:
     """Return first parameters moved at random, so that none is exactly 0 or 1."""
     return {
         name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
@@ -260,7 +255,9 @@ def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[s
     }
 
 
-def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]:
+def _loss_function(
+    model: Any, x: ArrayLike, y: ArrayLike, loss: Callable[..., float] | None
+) -> Callable[[], float]:
     """Return a function without arguments that computes the model's mean loss on the batch."""
     if loss is None and hasattr(model, "compute_loss_and_gradients"):
         return lambda: float(model.compute_loss_and_gradients(x, y)[0])
@@ -274,8 +271,8 @@ def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]
 
 
 def check_layer_promises(
-    layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
-) -> tuple[_Vector, dict[str, _Vector]]:
+    layer: Layer, values: Mapping[str, Array], x: Array, r: Array
+) -> tuple[Array, dict[str, Array]]:
     """Check the promises of `Layer` for one input and one gradient of the output.
 
     Input and parameters are read-only arrays, which raise if the layer writes to them.
@@ -341,7 +338,7 @@ def _promise(kept: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
+def _frozen(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return read-only copies."""
     copies = {name: array.copy() for name, array in arrays.items()}
     for copy in copies.values():
@@ -349,17 +346,17 @@ def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
     return copies
 
 
-def _all_of_it(array: _Vector) -> _Vector:
+def _all_of_it(array: Array) -> Array:
     return array
 
 
 def check_parallel_layer(
     layer: TensorParallelLayer,
     whole: Layer,
-    x: Any,
+    x: ArrayLike,
     *,
-    take_input: Callable[[_Vector], _Vector] = _all_of_it,
-    take_output: Callable[[_Vector], _Vector] = _all_of_it,
+    take_input: Callable[[Array], Array] = _all_of_it,
+    take_output: Callable[[Array], Array] = _all_of_it,
     seed: int = 0,
     tolerance: float = 1e-12,
 ) -> None:
@@ -423,14 +420,14 @@ def check_parallel_layer(
         _compare(f"gradient of {name}, where written,", written[name], part, tolerance)
 
 
-def _held(layer: TensorParallelLayer, name: str, value: _Vector) -> _Vector:
+def _held(layer: TensorParallelLayer, name: str, value: Array) -> Array:
     """Return this rank's part of the whole parameter ``value``."""
     parts = [value[tuple(slice(*r) for r in box)].reshape(-1) for box in layer.boxes(name)]
     return np.concatenate([value[:0].reshape(-1), *parts]).reshape(layer.parameters[name].shape)
 
 
 def _check_parameters(
-    layer: TensorParallelLayer, whole: Layer, wholes: Mapping[str, _Vector]
+    layer: TensorParallelLayer, whole: Layer, wholes: Mapping[str, Array]
 ) -> None:
     """Check names, first values, and that each element is held by one rank or by all."""
     if list(layer.parameters) != list(wholes) or list(layer.whole_parameters) != list(wholes):
@@ -454,8 +451,8 @@ def _check_parameters(
 
 
 def _written_gradients(
-    layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
-) -> dict[str, _Vector]:
+    layer: Layer, values: Mapping[str, Array], x: Array, r: Array
+) -> dict[str, Array]:
     """Return the parameters' gradients, written into memory that held NaN."""
     table = ParameterTable(layer.walk_parameters())
     flat = np.full(table.length, math.nan)
@@ -470,7 +467,7 @@ def _written_gradients(
     return {entry.name: entry.view(flat) for entry in table.entries}
 
 
-def _compare(what: str, found: _Vector, expected: _Vector, tolerance: float) -> None:
+def _compare(what: str, found: Array, expected: Array, tolerance: float) -> None:
     if found.shape != expected.shape:
         raise AssertionError(f"the {what} has shape {found.shape}, expected {expected.shape}")
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))

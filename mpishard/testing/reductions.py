@@ -86,7 +86,7 @@ def expected_result(
 
 def right_calls(
     backend: CommunicationBackend, array: Array, root: int = 0
-) -> dict[str, tuple[Any, ...]]:
+) -> dict[str, tuple[object, ...]]:
     """Return the arguments of a right call of each collective with ``array``, by its name."""
     rooted = array if backend.rank == root else None
     return {
@@ -123,13 +123,13 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
         assert sides[0].tobytes() == sides[1].tobytes(), f"{what}: {actual} is not {expected}"
 
 
-def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
+def values(dtype: np.dtype, shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
     """Return the input of ``rank``, which every rank can compute, as a new array."""
     return _drawn(dtype, shape, rank, salt).copy()
 
 
 @functools.lru_cache(maxsize=1024)  # to draw an array takes longer than most collectives on it
-def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
+def _drawn(dtype: np.dtype, shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
     generator = np.random.default_rng([rank, salt, 7])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
@@ -161,7 +161,7 @@ def shapes(world_size: int) -> list[tuple[int, ...]]:
 
 
 def assert_raises(
-    kind: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any
+    kind: type[Exception], call: Callable[..., object], *args: object, **kwargs: object
 ) -> str:
     """Return the message of the error that ``call`` raises, which must be a ``kind``."""
     try:
@@ -180,18 +180,18 @@ class CommunicationChecks:
         The dtypes that the backend can send. Default: all of the contract.
     """
 
-    def __init__(self, dtypes: Sequence[np.dtype[Any]] = DTYPES) -> None:
+    def __init__(self, dtypes: Sequence[np.dtype] = DTYPES) -> None:
         self.dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
         if not self.dtypes:
             raise ValueError("dtypes must name one dtype or more: without one nothing is checked")
 
-    def _cases(self, world: int) -> Iterator[tuple[np.dtype[Any], tuple[int, ...]]]:
+    def _cases(self, world: int) -> Iterator[tuple[np.dtype, tuple[int, ...]]]:
         for dtype in self.dtypes:
             for shape in shapes(world):
                 yield dtype, shape
 
 
-def operations(dtype: np.dtype[Any]) -> list[ReductionOperation]:
+def operations(dtype: np.dtype) -> list[ReductionOperation]:
     """Return the operations that have a meaning for ``dtype``."""
     found = [ReductionOperation.SUM, ReductionOperation.PRODUCT]
     if dtype.kind != "c":
@@ -381,7 +381,7 @@ class MovementChecks(CommunicationChecks):
         """Exchanges of parts of any shape, empty ones among them."""
         world, rank = backend.world_size, backend.rank
 
-        def part(dtype: np.dtype[Any], source: int, target: int) -> Array:
+        def part(dtype: np.dtype, source: int, target: int) -> Array:
             shape = ((source + 2 * target) % 4, 1 + target) if source % 2 else (source * 40,)
             return values(dtype, shape, source, 6 + target)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,10 +22,10 @@ class Ask(NamedTuple):
     """A call that is not made yet: a method of a backend, and its arguments."""
 
     method: str
-    arguments: tuple[Any, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
+    arguments: tuple[object, ...] = ()
+    options: dict[str, object] = {}  # noqa: RUF012 - it is never changed
 
-    def make(self, backend: CommunicationBackend, *, twin: bool = False) -> Any:
+    def make(self, backend: CommunicationBackend, *, twin: bool = False) -> object:
         """Call the method, or issue its twin and wait; return the result."""
         if twin and self.method not in _WITHOUT_TWIN:
             work = getattr(backend, f"{self.method}_async")(*self.arguments, **self.options)
@@ -242,7 +242,7 @@ def refusal(
     return message
 
 
-Refusal = tuple[type[Exception], Callable[[], Any]]
+Refusal = tuple[type[Exception], Callable[[], object]]
 
 
 class RefusalChecks(CommunicationChecks):
@@ -312,7 +312,7 @@ def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
         (ValueError, dims),
     ]
 
-    def calls(name: str, kind: type[Exception], *arguments: Any) -> Iterator[Refusal]:
+    def calls(name: str, kind: type[Exception], *arguments: object) -> Iterator[Refusal]:
         for method in (getattr(backend, name), getattr(backend, f"{name}_async")):
             yield kind, partial(method, *arguments)
 
@@ -337,7 +337,7 @@ def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
     ok, fixed = np.zeros(3), np.zeros(3)
     fixed.flags.writeable = False
     rows = np.ones((world, 3))
-    calls: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+    calls: list[tuple[type[Exception], str, tuple[object, ...], dict[str, object]]] = [
         (ValueError, "all_reduce", (fixed,), {}),
         (ValueError, "all_reduce", (np.float64(1),), {}),
         (ValueError, "all_reduce", (ok,), {"out": fixed}),

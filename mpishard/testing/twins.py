@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -67,8 +66,8 @@ class TwinChecks(CommunicationChecks):
 
     @staticmethod
     def _calls(
-        backend: CommunicationBackend, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
+        backend: CommunicationBackend, dtype: np.dtype, shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, Callable[[], tuple[object, ...]]]]:
         """Yield the collectives, each with a function that makes the arguments of one call."""
         world, rank = backend.world_size, backend.rank
         mine = values(dtype, shape, rank, 9)
@@ -130,7 +129,7 @@ class TwinChecks(CommunicationChecks):
         assert work.done
 
 
-def _copied(array: Array, operation: ReductionOperation) -> tuple[Any, ...]:
+def _copied(array: Array, operation: ReductionOperation) -> tuple[object, ...]:
     return array.copy(), operation
 
 
@@ -172,7 +171,7 @@ class TransferChecks(CommunicationChecks):
         right, left = (rank + 1) % world, (rank - 1) % world
         sizes = (5000, 0, 3, 7000, 511, 513)
 
-        def message(dtype: np.dtype[Any], sender: int, tag: int, number: int) -> Array:
+        def message(dtype: np.dtype, sender: int, tag: int, number: int) -> Array:
             return values(dtype, sizes[number], sender, 100 * tag + number)
 
         for dtype in self.dtypes:

@@ -7,7 +7,6 @@ import mmap
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -95,8 +94,8 @@ class Allocations:
 
     def __init__(self) -> None:
         # Number, owner and start of each, by the id of the owner.
-        self._allocations: dict[int, tuple[int, weakref.ref[Any], int]] = {}
-        self._memory: dict[int, weakref.ref[Any]] = {}  # by number
+        self._allocations: dict[int, tuple[int, weakref.ref[Array], int]] = {}
+        self._memory: dict[int, weakref.ref[Array]] = {}  # by number
         self.count = 0
         """Number of allocations so far, the same on all ranks; the number still alive is not."""
 

@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import Literal, NoReturn, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -1066,7 +1066,7 @@ class CommunicationBackend(ITransport):
         steps = self._take(source_rank, count, tag, expected)
         return self._begin(steps, source_rank, tag)
 
-    def _take(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
+    def _take(self, source: int, count: int, tag: int, dtype: np.dtype | None) -> Steps:
         """Return the next message after those that earlier receives of (source, tag) take."""
         receives, turn = self._receives, object()
         line = receives.setdefault((source, tag), deque())
@@ -1166,7 +1166,7 @@ class CommunicationBackend(ITransport):
 
     # ----------------------------------------------------------------------------- calls under way
 
-    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: Any) -> Work:
+    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: object) -> Work:
         """Number, record and begin a collective: ``steps`` of ``call`` and ``arguments``."""
         if not self._initialized:
             raise self._not_ready_error()

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,10 @@ from mpishard.base import (
 )
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 
-DTYPES: tuple[np.dtype[Any], ...] = tuple(
+if TYPE_CHECKING:
+    from mpishard.communication.contract.arena import Nodes
+
+DTYPES: tuple[np.dtype, ...] = tuple(
     np.dtype(t)
     for t in (
         np.bool_,
@@ -101,7 +104,7 @@ class Call:
     sequence: int
     kind: CollectiveKind
     operation: ReductionOperation | None
-    dtype: np.dtype[Any] | None
+    dtype: np.dtype | None
     shape: tuple[int, ...] | None
     root: int
     counts_hash: int
@@ -347,9 +350,7 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    def share_reduce(
-        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
-    ) -> None:
+    def share_reduce(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: np.dtype) -> None:
         """Count ``call`` as a reduction of arrays that each node's ranks share.
 
         ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
@@ -364,9 +365,7 @@ class Traffic:
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def share_gather(
-        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
-    ) -> None:
+    def share_gather(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: np.dtype) -> None:
         """Count ``call`` as a gather of pieces of ``sizes`` elements, once to each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
@@ -381,7 +380,7 @@ def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> 
 
 
 def check_array(
-    array: Any, name: str, *, needs_dim: bool = False, is_written: bool = False
+    array: Array | None, name: str, *, needs_dim: bool = False, is_written: bool = False
 ) -> None:
     """Refuse an array that cannot be sent or, with ``needs_dim``, cannot be cut along dim 0.
 
@@ -421,7 +420,7 @@ def check_array(
         )
 
 
-def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> None:
+def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype, name: str) -> None:
     """Refuse an ``out`` for a result of this ``shape`` and ``dtype``; errors as `check_array`."""
     check_array(out, name, is_written=True)
     if out.shape != shape or out.dtype != dtype:
@@ -481,9 +480,9 @@ def piece_sizes(
 
 def refuse_other_message(
     size: int,
-    dtype: np.dtype[Any],
+    dtype: np.dtype,
     expected_size: int,
-    expected_dtype: np.dtype[Any] | None,
+    expected_dtype: np.dtype | None,
     source: int,
     tag: int,
 ) -> None:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpishard.base import CollectiveMismatchError, OutMismatchError
 from mpishard.communication.contract.call import GROUP_BYTES, Call, CollectiveKind, of_group
@@ -205,7 +205,7 @@ def _difference(calls: Sequence[Call], subject_text: Callable[[int], str]) -> tu
     # Before shapes, which differ only because the models do.
     if len({c.subject for c in calls}) > 1:
         return _SUBJECT, [subject_text(c.subject) or "no model" for c in calls]
-    alike: dict[str, list[Any]] = {"operation": [c.operation for c in calls]}
+    alike: dict[str, Sequence[object]] = {"operation": [c.operation for c in calls]}
     if kind in (
         CollectiveKind.ALL_REDUCE,
         CollectiveKind.REDUCE_SCATTER,

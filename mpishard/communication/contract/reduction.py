@@ -13,7 +13,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -46,7 +46,7 @@ _MEANINGLESS = ("", "", "c", "c", "iub")
 """Kinds of dtypes for which an operation has no meaning, by the operation's number."""
 
 
-def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
+def check_reducible(dtype: np.dtype, operation: object) -> None:
     """Refuse an operation that has no meaning for a dtype.
 
     Raises
@@ -78,7 +78,7 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 
 
 @functools.cache
-def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
@@ -94,9 +94,11 @@ _UFUNCS = {
 
 
 @functools.cache
-def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
+def _combiner(
+    xp: ModuleType, operation: ReductionOperation, dtype: np.dtype
+) -> Callable[..., object]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
-    ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
+    ufunc: Callable[..., Array] = getattr(xp, _UFUNCS[operation])
     if dtype.kind != "c" or operation is not ReductionOperation.PRODUCT:
         return ufunc
 
@@ -141,7 +143,7 @@ class TreeReducer:
     """
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[Any, ...], list[Array]] = {}
+        self._scratch: dict[tuple[str, str], list[Array]] = {}
         # NumPy warns of no overflow in this context. To enter it is faster than np.errstate.
         self._quiet = contextvars.Context()
         self._quiet.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
@@ -203,7 +205,7 @@ class TreeReducer:
         subtrees: Mapping[Subtree, Array],
         narrow: Sequence[Subtree],
         count: int,
-        combine: Callable[..., Any],
+        combine: Callable[..., object],
         divisor: int,
         out: Array,
         *,
@@ -234,7 +236,7 @@ class TreeReducer:
             if result is not target or not direct:
                 out[start:stop] = result
 
-    def _buffers(self, xp: Any, dtype: np.dtype[Any], length: int, count: int) -> list[Array]:
+    def _buffers(self, xp: ModuleType, dtype: np.dtype, length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < length:
@@ -251,7 +253,7 @@ def _tree(
     count: int,
     target: Array,
     scratch: Sequence[Array],
-    combine: Callable[..., Any],
+    combine: Callable[..., object],
 ) -> Array:
     """Combine slots ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 

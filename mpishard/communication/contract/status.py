@@ -29,12 +29,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpishard.base import settings
 from mpishard.communication.contract.call import GROUP_BYTES, HEADER_BYTES, Call, MessageWait
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 _MAGIC = b"mpishard"
 _FORMAT = 5
@@ -368,7 +368,9 @@ class StatusReader:
         except (OSError, AttributeError) as error:  # no memfd_create on this system
             self._path = str(error)
 
-    def share(self, exchange: Callable[[Any], Sequence[Any]], ranks: Sequence[int]) -> None:
+    def share(
+        self, exchange: Callable[[Path | str], Sequence[Path | str]], ranks: Sequence[int]
+    ) -> None:
         """Open the pages of this node's other ranks. Collective.
 
         Parameters

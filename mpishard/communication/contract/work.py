@@ -12,7 +12,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from mpishard.communication.contract.call import Call, MessageWait, Traffic
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.subject import Subjects
 from mpishard.communication.tracing.recorder import InFlight
+
+if TYPE_CHECKING:
+    from mpishard.communication.contract.backend import CommunicationBackend
 
 
 class Waitable(ABC):
@@ -69,7 +72,7 @@ class Session:
         # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
         self._lock = threading.RLock()
         self._thread = 0  # the identity of the thread that communicated last, for the error
-        self._worlds: list[weakref.ref[Any]] = []
+        self._worlds: list[weakref.ref[CommunicationBackend]] = []
 
     def __enter__(self) -> Self:
         # A second thread is refused and does not wait, because two threads of a rank would issue
@@ -88,12 +91,12 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def join(self, world: Any) -> None:
+    def join(self, world: CommunicationBackend) -> None:
         """Register ``world``, the root world or one that was split off it, by a weak reference."""
         self._worlds = [known for known in self._worlds if known() not in (None, world)]
         self._worlds.append(weakref.ref(world))
 
-    def worlds(self) -> list[Any]:
+    def worlds(self) -> list[CommunicationBackend]:
         """Return the worlds of the rank that are still referenced."""
         return [world for known in self._worlds if (world := known()) is not None]
 
@@ -384,9 +387,7 @@ class ITransport(ABC):
         yield from ()
 
     @abstractmethod
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: np.dtype | None) -> Steps:
         """Return the next message of (source, tag) as a new array.
 
         Only one such generator runs at a time for each (source, tag), in the order in which

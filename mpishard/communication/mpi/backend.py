@@ -11,7 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -50,6 +51,9 @@ from mpishard.communication.mpi.node_memory import at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
 """Rounds, and polls in each, before a longer wait begins: most short messages come by then."""
 
@@ -66,7 +70,7 @@ _cut_off: list[object] = []
 def _through(name: str) -> Callable[..., Steps]:
     """Return the ``_steps_`` method of the collective, which takes arrays on the host or a GPU."""
 
-    def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
+    def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: object) -> Steps:
         collective: Callable[..., Steps] = getattr(self._collectives, name)
         if type(given) is np.ndarray or given is None:
             return collective(call, given, *arguments)
@@ -107,13 +111,13 @@ class MPICommunicationBackend(CommunicationBackend):
         outlive each other.
     """
 
-    def __init__(self, comm: Any = None, *, on_failure: OnFailure = "abort") -> None:
+    def __init__(self, comm: Comm | None = None, *, on_failure: OnFailure = "abort") -> None:
         check_on_failure(on_failure)
         if is_helper():
             raise helper_error()
         if comm is None and settings.launcher_variable() is None:
             raise not_launched_error()
-        mpi: Any = load_mpi()
+        mpi: ModuleType = load_mpi()
         if comm is None:
             comm = mpi.COMM_WORLD
             check_launched_world(comm.Get_size(), mpi.Get_library_version())
@@ -191,7 +195,7 @@ class MPICommunicationBackend(CommunicationBackend):
         """Return whether the GPU array ``array`` travels through host memory for ``call``."""
         return needs_staging(call, array)
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: Comm, on_failure: OnFailure = "abort") -> Self:
         """Return a backend of this kind for the ranks of ``comm``."""
         return type(self)(comm, on_failure=on_failure)
 
@@ -423,7 +427,7 @@ class MPICommunicationBackend(CommunicationBackend):
         child._group = Group(self._mpi, comm, data, child._reducer, memory)
         return child
 
-    def _split_together(self, work: Work, color: int, place: int) -> Any:
+    def _split_together(self, work: Work, color: int, place: int) -> Comm:
         """Call MPI_Comm_split when every rank has come to it, which a cut-off rank never does."""
         job, group = self._joined()
         fence = group.exchange.fence()
@@ -452,9 +456,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
         yield from self._joined()[1].mail.post(array, destination, tag)
 
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: np.dtype | None) -> Steps:
         mail, sender = self._joined()[1].mail, self.world_ranks[source]
         array, on_device = yield from mail.receive(source, count, tag, dtype, sender)
         return to_device(array) if on_device else array
@@ -478,7 +480,7 @@ class MPICommunicationBackend(CommunicationBackend):
             raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
         made: list[Self] = []
 
-        def build(comm: Any) -> None:
+        def build(comm: Comm) -> None:
             world = self._alike(comm, "shrink")
             made.append(world)
             # Ranks have other numbers now, and would replace the traces of the old world.

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -90,7 +89,7 @@ class Collectives:
     def __init__(self, backend: CommunicationBackend, group: Group) -> None:
         # Weak, because a cycle would delay the end of the group: its ranks leave it when the last
         # reference to its backend is dropped.
-        self._backend: Any = weakref.proxy(backend)
+        self._backend: CommunicationBackend = weakref.proxy(backend)
         self._group = group
         self._reducer = backend._reducer
         self._rank, self._world_size = backend.rank, backend.world_size
@@ -527,7 +526,7 @@ class Collectives:
         self,
         arrays: Mapping[int, Array],
         operation: ReductionOperation,
-        dtype: np.dtype[Any],
+        dtype: np.dtype,
         length: int,
     ) -> Array:
         """Return this node's sums of one piece: one for each of its subtrees, end to end."""

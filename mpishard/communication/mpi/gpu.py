@@ -69,7 +69,7 @@ class Staging:
         """Bytes of pinned memory kept from one collective to the next."""
         return self._pinned.nbytes
 
-    def run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: Any) -> Steps:
+    def run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: object) -> Steps:
         """Run the collective ``steps`` of ``call`` on host copies of ``given``, one array or more.
 
         Arrays among ``arguments`` take the result, so their values are not copied to the host.

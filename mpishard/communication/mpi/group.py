@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from mpishard.communication.mpi.messages import (
 from mpishard.communication.mpi.node_memory import RowChannel, share_memory
 from mpishard.communication.mpi.ulfm import is_loss
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+
 Channel = MessageChannel | RowChannel
 """The channel of the data of collectives; `MessageChannel` describes the methods of both."""
 
@@ -41,7 +45,9 @@ CUT_OFF = -1
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # behind the tags of messages and of their data
 
 
-def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequence[int]) -> Steps:
+def share_group_memory(
+    mpi: ModuleType, comm: Comm, in_flight: set[Pending], nodes: Sequence[int]
+) -> Steps:
     """Return the memory of a group for headers and data; None if it shares none. Collective.
 
     ``nodes`` has the node of each rank of ``comm``. The other parameters are those of
@@ -76,7 +82,12 @@ class Group:
     """
 
     def __init__(
-        self, mpi: Any, comm: Any, data: Any, reducer: TreeReducer, memory: Array | None
+        self,
+        mpi: ModuleType,
+        comm: Comm,
+        data: Comm,
+        reducer: TreeReducer,
+        memory: Array | None,
     ) -> None:
         self.mpi = mpi
         self.comm = comm
@@ -114,7 +125,7 @@ class Group:
         shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
         return self.messages.scratch_bytes + shared
 
-    def keep(self, request: Any, *arrays: object) -> Pending:
+    def keep(self, request: Request, *arrays: object) -> Pending:
         """Return a request under way, which keeps the ``arrays`` that it reads and writes."""
         return Pending([request], self.in_flight, *arrays)
 

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from mpishard.communication.contract.arena import NOWHERE, Locations
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
 
 INLINE_BYTES = 128
 """Most bytes of an array that travels in the header, and so needs no second exchange."""
@@ -176,7 +180,9 @@ class PostedMessage(Pending):
 
     __slots__ = ("_buffer",)
 
-    def __init__(self, request: Any, in_flight: set[Pending], row: bytes, buffer: Array) -> None:
+    def __init__(
+        self, request: Request, in_flight: set[Pending], row: bytes, buffer: Array
+    ) -> None:
         super().__init__([request], in_flight, row)
         self._buffer = buffer
 
@@ -199,7 +205,7 @@ class MessageExchange:
         Requests under way.
     """
 
-    def __init__(self, mpi: Any, headers: Any, data: Any, in_flight: set[Pending]) -> None:
+    def __init__(self, mpi: ModuleType, headers: Comm, data: Comm, in_flight: set[Pending]) -> None:
         self._byte = mpi.BYTE
         self._headers, self._data = headers, data
         self._in_flight = in_flight

@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mpishard.base import (
     CollectiveMismatchError,
@@ -31,6 +32,9 @@ from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
 _FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
@@ -51,7 +55,7 @@ class MPIJob:
         Whether its ranks go on if another is gone.
     """
 
-    def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
+    def __init__(self, mpi: ModuleType, comm: Comm, *, survives: bool = False) -> None:
         self._comm, self._survives = comm, survives
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
@@ -302,7 +306,7 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
+def _launched_ranks(mpi: ModuleType, comm: Comm) -> list[int]:
     """Return the number in ``COMM_WORLD`` of each rank of ``comm``, without communication."""
     ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     ranks: list[int] = mpi.Group.Translate_ranks(ours, None, all_of_launcher)

@@ -1,6 +1,6 @@
 """The MPI library of this process, loaded and started for the first backend, and its launcher.
 
-Only this module imports mpi4py.
+Only this module imports mpi4py; others import its types for the type checker alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from mpishard.base import MPIUnavailableError, settings
 from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
+
+if TYPE_CHECKING:
+    from mpi4py import Rc
 
 _POLL_SECONDS = 0.1  # between two looks of the main thread at a call of another thread
 START_SECONDS = 10.0
@@ -30,6 +33,8 @@ _SHARED = "/dev/shm"  # noqa: S108 - memory, and not a place for temporary files
 _SHARED_BY_RANK = 8 * 2**20
 _LEAST_SHARED = 20 * 2**20
 _DESCRIPTORS = 13
+
+Result = TypeVar("Result")
 
 _finalizes: list[bool] = []
 """Whether MPI is to end with this process; empty if this module did not start it."""
@@ -88,7 +93,7 @@ def _start_under_watch() -> ModuleType:
     """
     import mpi4py
 
-    rc = mpi4py.rc
+    rc: Rc = mpi4py.rc
     wanted, ends = rc.initialize, rc.finalize
     # mpi4py does not finalize MPI either: it would do so in a process that a rank forked, too,
     # which would be stuck for ever.
@@ -116,7 +121,7 @@ def _start_under_watch() -> ModuleType:
     return MPI
 
 
-def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
+def call_uninterrupted(mpi: ModuleType, call: Callable[[], Result]) -> Result:
     """Return ``call()``, which no exception of a signal handler interrupts.
 
     Python runs signal handlers only on the main thread, so another thread makes the call. An
@@ -126,7 +131,7 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
     if not is_main or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return call()
     begun, over = threading.Lock(), threading.Lock()
-    results: list[Any] = []
+    results: list[Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -156,7 +161,7 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def finalize_mpi(mpi: Any, process: int) -> None:
+def finalize_mpi(mpi: ModuleType, process: int) -> None:
     """Finalize MPI at the end of the process that started it, but not of a process it forked."""
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
         flush_output()  # before MPI waits for other ranks, and this one may be killed
@@ -168,7 +173,7 @@ def finalize_mpi(mpi: Any, process: int) -> None:
             mpi.Finalize()
 
 
-def _initialize(mpi: Any, rc: Any) -> None:
+def _initialize(mpi: ModuleType, rc: Rc) -> None:
     """Call MPI_Init_thread as mpi4py does, but without Python's lock."""
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     try:

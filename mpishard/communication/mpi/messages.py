@@ -12,9 +12,11 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import (
     Array,
@@ -29,7 +31,11 @@ from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+    from mpi4py.MPI import Message as MPIMessage
+
+Bytes = npt.NDArray[np.uint8]
 
 _LARGE_BYTES = 1 << 30  # a length above 2^31 - 1 would overflow MPI's C int
 _BLOCK_BYTES = 1 << 20  # counted in these blocks, up to 2 PiB fit in a C int
@@ -41,7 +47,9 @@ _TOGETHER_BYTES = 4096  # most bytes of data that go with the head: one message 
 _DATA_TAGS = settings.MAXIMUM_TAG + 1
 
 
-def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> Any:
+def post_bytes(
+    mpi: ModuleType, post: Callable[..., Request], buffer: Array, *where: int
+) -> Request:
     """Return the request of ``post``, such as ``Isend``, for all of ``buffer`` as one message.
 
     A large buffer is sent as one element of a datatype of that many bytes, made of blocks, because
@@ -69,7 +77,7 @@ class Pending(Waitable):
 
     __slots__ = ("_in_flight", "_keep", "_requests")
 
-    def __init__(self, requests: list[Any], in_flight: set[Pending], *keep: object) -> None:
+    def __init__(self, requests: list[Request], in_flight: set[Pending], *keep: object) -> None:
         self._requests = requests
         self._in_flight = in_flight
         self._keep = keep
@@ -143,7 +151,9 @@ class MessageChannel:
     ROUND_BYTES = 1 << 23
     """Number of bytes, about, that a rank receives in one round of a reduction."""
 
-    def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending], reducer: TreeReducer) -> None:
+    def __init__(
+        self, mpi: ModuleType, comm: Comm, in_flight: set[Pending], reducer: TreeReducer
+    ) -> None:
         self._mpi, self._comm = mpi, comm
         self._rank: int = comm.Get_rank()
         self._world_size: int = comm.Get_size()
@@ -213,7 +223,7 @@ class MessageChannel:
         synchronize(outgoing[self._rank])
         # In flight before anything is posted, so that an exception between two posts frees no
         # memory that MPI uses.
-        requests: list[Any] = []
+        requests: list[Request] = []
         pending = Pending(requests, self._in_flight, outgoing, incoming)
         for rank in range(self._world_size):
             # Receives are posted first, because MPI has to buffer a message without a receive.
@@ -296,7 +306,7 @@ class Messages:
         Requests under way.
     """
 
-    def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending]) -> None:
+    def __init__(self, mpi: ModuleType, comm: Comm, in_flight: set[Pending]) -> None:
         self._mpi, self._comm = mpi, comm
         self._in_flight = in_flight
         self._waiting: deque[Pending] = deque()  # copies that MPI has not taken yet
@@ -331,7 +341,7 @@ class Messages:
             self._isend(data, destination, _DATA_TAGS + tag),
         ]
 
-    def _isend(self, data: Any, destination: int, tag: int) -> Pending:
+    def _isend(self, data: Bytes, destination: int, tag: int) -> Pending:
         request = post_bytes(self._mpi, self._comm.Isend, data, destination, tag)
         # A rank that leaves sends this number to the receiver, which takes as many messages before
         # it frees the communicator.
@@ -346,7 +356,7 @@ class Messages:
     # --------------------------------------------------------------------------------- receiving
 
     def receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None, sender: int
+        self, source: int, count: int, tag: int, dtype: np.dtype | None, sender: int
     ) -> Steps:
         """Take the next message; return its array, and whether it came from a GPU.
 
@@ -380,7 +390,7 @@ class _Probe(Waitable):
         self._source = source
         self._tag = tag
         self._status = messages._mpi.Status()
-        self._message: Any = None
+        self._message: MPIMessage | None = None
 
     def test(self) -> bool:
         if self._message is None:
@@ -389,6 +399,7 @@ class _Probe(Waitable):
 
     def read_into(self, buffer: Bytes) -> MessageRequest:
         """Begin to receive the message into ``buffer``, which has its size."""
+        assert self._message is not None
         messages = self._messages
         messages.taken[self._source] += 1
         request = post_bytes(messages._mpi, self._message.Irecv, buffer)
@@ -396,6 +407,7 @@ class _Probe(Waitable):
 
     def read(self) -> Bytes:
         """Return the bytes of the message, which is short."""
+        assert self._message is not None
         byte = self._messages._mpi.BYTE
         buffer = np.empty(self._status.Get_count(byte), np.uint8)
         self._message.Recv([buffer, buffer.size, byte])

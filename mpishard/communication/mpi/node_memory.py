@@ -13,7 +13,8 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.messages import Pending
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
 _NONCE_BYTES = 16
 _PATH_BYTES = 112  # fixed, because an all-gather needs rows of one length
@@ -73,7 +77,7 @@ class RowChannel:
         fence: Callable[[], Waitable],
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
-        self._views: dict[tuple[int, np.dtype[Any]], _RowViews] = {}
+        self._views: dict[tuple[int, np.dtype], _RowViews] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so is aligned for every dtype.
@@ -141,13 +145,13 @@ class RowChannel:
             if other != self._rank:
                 slot[: parts[other].size] = parts[other]
 
-    def _take(self, dtype: np.dtype[Any]) -> list[Array]:
+    def _take(self, dtype: np.dtype) -> list[Array]:
         """Return the slots of all rows that are meant for this rank, and end the round."""
         slots = self._next_rows(dtype).incoming
         self._turn = 1 - self._turn
         return slots
 
-    def _next_rows(self, dtype: np.dtype[Any]) -> _RowViews:
+    def _next_rows(self, dtype: np.dtype) -> _RowViews:
         """Return the ranks' rows in the set that is next in turn, as arrays of ``dtype``."""
         # Two sets, because with one a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn
@@ -162,7 +166,9 @@ class RowChannel:
         return rows
 
 
-def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
+def share_memory(
+    mpi: ModuleType, comm: Comm, in_flight: set[Pending], first: int, nbytes: int
+) -> Steps:
     """Make zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
     Collective over ``comm``; the steps never block. A page is allocated in the NUMA domain of the
@@ -218,7 +224,7 @@ def at_once(steps: Steps) -> Any:
             yield_processor()
 
 
-def _map(comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
+def _map(comm: Comm, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
     """Map the file that rank ``first`` of a node makes on all ranks of the node.
 
     The file begins with a random nonce, by which ranks recognise it, because the same path may be

@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpishard.base import MPIUnavailableError, PeerError, settings
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
 
 _PROGRESS_CALLS = 16  # calls after which Open MPI has read the notices of its launcher
 _LEARN_SECONDS = 1.0  # for MPI to name the lost rank after an error that names none
@@ -53,7 +57,7 @@ def check_survivable(library_version: str) -> None:
         )
 
 
-def is_loss(mpi: Any, error: Exception) -> bool:
+def is_loss(mpi: ModuleType, error: Exception) -> bool:
     """Return whether ``error`` means that a rank is lost, or that others left this world."""
     # INTERN is raised by a non-blocking collective that was under way, and IN_STATUS by a test of
     # several messages at once.
@@ -73,7 +77,7 @@ class Ulfm:
         The root world. The constructor is collective over it.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: ModuleType, comm: Comm) -> None:
         # Communicators that are made of these inherit the error handler.
         for given in (mpi.COMM_WORLD, mpi.COMM_SELF, comm):
             given.Set_errhandler(mpi.ERRORS_RETURN)
@@ -116,12 +120,12 @@ class Ulfm:
             )
         return self.error
 
-    def explain(self, raised: Any, where: str) -> Exception:
+    def explain(self, raised: Exception, where: str) -> Exception:
         """Return the error of `find_loss` if MPI raised because a rank is gone; else ``raised``.
 
         MPI's own message names no rank, and for several messages no reason why one failed.
         """
-        given: Exception = raised
+        given = raised
         if not is_loss(self._mpi, raised):
             return given
         deadline = time.monotonic() + _LEARN_SECONDS
@@ -129,7 +133,9 @@ class Ulfm:
             if loss := self.find_loss(where):
                 return loss
             time.sleep(1e-3)
-        if raised.Get_error_class() == self._mpi.ERR_IN_STATUS:
+        if isinstance(raised, self._mpi.Exception) and (
+            raised.Get_error_class() == self._mpi.ERR_IN_STATUS
+        ):
             return given
         self.error = PeerError(
             f"MPI has given up this world, while rank {self._rank} waits {where}", -1
@@ -169,7 +175,7 @@ class Ulfm:
         """Make every wait in this world, on any rank, fail. Not collective."""
         self._comm.Revoke()
 
-    def shrink(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
+    def shrink(self, build: Callable[[Comm], None] | None, undo: Callable[[], None]) -> None:
         """Make a world of the ranks that stay. Collective over all remaining ranks.
 
         If another rank is lost meanwhile, they begin again without it.
@@ -210,7 +216,7 @@ class Ulfm:
             undo()
             base = comm
 
-    def _wait(self, request: Any) -> None:
+    def _wait(self, request: Request) -> None:
         backoff = Backoff(crowded=True, check=self._learn)
         while not request.Test():
             backoff.pause()

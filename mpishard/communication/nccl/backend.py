@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from mpishard.base import Array, Device, is_device_array
 from mpishard.communication.contract.call import Call
@@ -14,9 +14,13 @@ from mpishard.communication.failure.report import OnFailure
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.job import MPIJob
 from mpishard.communication.nccl.channel import NCCLChannel
 from mpishard.communication.nccl.collectives import NCCLCollectives, goes_by_host
-from mpishard.communication.nccl.communicator import Communicator, load_nccl
+from mpishard.communication.nccl.communicator import Communicator, NCCLHandle, load_nccl
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
 Reductions = Literal["exact", "fast"]
 """Who adds up arrays on GPUs: see `NCCLCommunicationBackend`."""
@@ -56,7 +60,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
 
     def __init__(
         self,
-        comm: Any = None,
+        comm: Comm | None = None,
         *,
         reductions: Reductions = "exact",
         on_failure: OnFailure = "abort",
@@ -68,7 +72,9 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         self.reductions = reductions
         self._device = Device.parse("cuda")
         self._communicators: list[Communicator] = []  # of this world and all that were split off it
-        self._split_off: Any = None  # the communicator that NCCL has split off for this group
+        self._split_off: NCCLHandle | None = (
+            None  # the communicator that NCCL has split off for this group
+        )
 
     def _on_initialize(self) -> None:
         super()._on_initialize()
@@ -98,7 +104,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         channel = NCCLChannel(group, communicator, self._reducer, is_fast=is_fast)
         return NCCLCollectives(self, group, channel)
 
-    def _joined_job(self) -> Any:
+    def _joined_job(self) -> MPIJob:
         assert self._job is not None
         return self._job
 
@@ -114,7 +120,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         _end(self._communicators, in_good_order=False)  # they wait for the ranks that are lost
         return super()._shrink()
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: Comm, on_failure: OnFailure = "abort") -> Self:
         return type(self)(comm, reductions=self.reductions, on_failure=on_failure)
 
     # -------------------------------------------------------------------------------- collectives

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,38 @@ from mpishard.communication.mpi.messages import Pending
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _PLACE_BYTES = 256
+
+
+class NCCLHandle(Protocol):
+    """CuPy's communicator of NCCL, as far as it is used here. The stand-in for CuPy has it, too.
+
+    Arrays are addresses in GPU memory; ``kind`` and ``how`` are NCCL's numbers of a dtype and an
+    operation.
+    """
+
+    def send(self, sent: int, count: int, kind: int, peer: int, stream: int) -> None: ...
+    def recv(self, received: int, count: int, kind: int, peer: int, stream: int) -> None: ...
+    def allGather(self, sent: int, received: int, count: int, kind: int, stream: int) -> None: ...  # noqa: N802
+    def broadcast(
+        self, sent: int, received: int, count: int, kind: int, root: int, stream: int
+    ) -> None: ...
+    def allReduce(  # noqa: N802
+        self, sent: int, received: int, count: int, kind: int, how: int, stream: int
+    ) -> None: ...
+    def reduceScatter(  # noqa: N802
+        self, sent: int, received: int, count: int, kind: int, how: int, stream: int
+    ) -> None: ...
+    def reduce(
+        self, sent: int, received: int, count: int, kind: int, how: int, root: int, stream: int
+    ) -> None: ...
+    def commSplit(self, color: int, key: int) -> NCCLHandle: ...  # noqa: N802
+    def check_async_error(self) -> None: ...
+    def destroy(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+Post = Callable[[NCCLHandle, int], None]
+"""A function that puts work on a stream, which is given by its address."""
 
 
 def load_nccl() -> ModuleType:
@@ -82,7 +114,7 @@ class Communicator:
         world_ranks: Sequence[int],
         device: Device,
         wait: Callable[[str], AbstractContextManager[object]],
-        made: Any = None,
+        made: NCCLHandle | None = None,
     ) -> None:
         self._group, self._world_ranks, self._device, self._wait = group, world_ranks, device, wait
         self._made = made
@@ -90,7 +122,7 @@ class Communicator:
         self._stream: Any = None
         self._is_connected = self._is_over = False
 
-    def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
+    def run(self, post: Post, *arrays: object) -> Steps:
         """Put work on the stream, and wait until it is done.
 
         ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
@@ -99,12 +131,13 @@ class Communicator:
         self._require_whole()
         if not self._is_connected:
             yield from self._begin()
+        assert self._made is not None
         with self._wait("in NCCL for other ranks"), self._cuda.Device(self._device.index):
             done = self._put(self._made, post)
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
 
-    def _put(self, made: Any, post: Callable[[Any, int], None]) -> Any:
+    def _put(self, made: NCCLHandle, post: Post) -> Any:
         """Put work on the stream, after that of the current stream; return the event of its end."""
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
@@ -118,7 +151,7 @@ class Communicator:
         if self._made is not None:
             self._made.check_async_error()
 
-    def split(self, color: int | None, key: int) -> Any:
+    def split(self, color: int | None, key: int) -> NCCLHandle | None:
         """Split it, after all its work is done; None if it was not made. Collective.
 
         Ranks of one ``color`` go together, in the order of ``key``; None joins none.
@@ -144,13 +177,16 @@ class Communicator:
 
     def _begin(self) -> Steps:
         """Enter NCCL with the ranks of the group, and connect to each of them."""
-        make: Callable[[], Any] = lambda: self._made  # noqa: E731 - was split off another one
-        if self._made is None:
-            unique = yield from self._exchange_id()
+        made = self._made  # NCCL may have split it off another communicator
+        unique = None if made is not None else (yield from self._exchange_id())
+
+        def make() -> NCCLHandle:
+            if made is not None:
+                return made
             group = self._group
-            make = lambda: load_nccl().NcclCommunicator(  # noqa: E731
-                group.world_size, unique, group.rank
-            )
+            new: NCCLHandle = load_nccl().NcclCommunicator(group.world_size, unique, group.rank)
+            return new
+
         entry = _Entry(lambda: self._enter(make))
         yield entry
         self._made, self._is_connected = entry.made, True
@@ -169,14 +205,14 @@ class Communicator:
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
         return rows[0, :_ID_BYTES].tobytes()
 
-    def _enter(self, make: Callable[[], Any]) -> Any:
+    def _enter(self, make: Callable[[], NCCLHandle]) -> NCCLHandle:
         """Make the communicator, and exchange a byte with each rank."""
         # By default NCCL connects ranks at the first use of each of its algorithms. That use blocks
         # until the other ranks come to it, which may wait for this one in another world.
         settings.write_default("NCCL_RUNTIME_CONNECT", "0")
         nccl, cupy, ranks = load_nccl(), load_cupy(), range(self._group.world_size)
 
-        def post(made: Any, stream: int) -> None:
+        def post(made: NCCLHandle, stream: int) -> None:
             nccl.groupStart()
             for rank in ranks:
                 made.send(address(sent) + rank, 1, nccl.NCCL_UINT8, rank, stream)
@@ -213,8 +249,8 @@ class _Entry(Waitable):
 
     __slots__ = ("_enter", "_error", "_thread", "made")
 
-    def __init__(self, enter: Callable[[], Any]) -> None:
-        self.made: Any = None
+    def __init__(self, enter: Callable[[], NCCLHandle]) -> None:
+        self.made: NCCLHandle | None = None
         """The communicator."""
         self._enter = enter
         self._error: BaseException | None = None

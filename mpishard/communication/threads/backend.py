@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -137,6 +137,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         with world.lock:
             for member in self._session.worlds():
+                assert isinstance(member, InMemoryCommunicationBackend)
                 # The worlds that were split off this one end with it.
                 if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
                     within = member._joined()
@@ -283,7 +284,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     # ------------------------------------------------------------------------------- collectives
 
-    def _meet(self, call: Call, phase: int, value: Any, *arrays: Array) -> Steps:
+    def _meet(self, call: Call, phase: int, value: object, *arrays: Array) -> Steps:
         """Pass rendezvous number ``phase`` of a collective, and return the values of all ranks.
 
         Other ranks may read and write ``arrays`` from here on until the last rendezvous.
@@ -294,7 +295,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield rendezvous
         return rendezvous.values
 
-    def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
+    def _open(self, call: Call, value: object, *arrays: Array) -> Steps:
         """Pass the first rendezvous of a collective, and compare the ranks' calls."""
         pairs = yield from self._meet(call, 0, (call, value), *arrays)
         self._verify([peer for peer, _ in pairs])
@@ -462,9 +463,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             world.wake([destination])
         return message
 
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: np.dtype | None) -> Steps:
         world, address = self._joined(), (source, self._rank, tag)
         yield Condition(lambda: address in world.messages)
         with world.lock:

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpishard.base import (
     Array,
@@ -30,6 +30,9 @@ from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.report import short_traceback
 
+if TYPE_CHECKING:
+    from mpishard.communication.threads.backend import InMemoryCommunicationBackend
+
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 
@@ -43,7 +46,7 @@ _losses = itertools.count()
 class Rendezvous(Waitable):
     """A point that all ranks pass, with the value that each leaves there. `test` needs no lock."""
 
-    values: list[Any]
+    values: list[object]
     arrived: int = 0
 
     def test(self) -> bool:
@@ -164,7 +167,7 @@ class World:
     failures: list[Failure] = field(default_factory=list)
     rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
     messages: dict[tuple[int, int, int], deque[Message]] = field(default_factory=dict)
-    members: dict[int, Any] = field(default_factory=dict)
+    members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     survivors: set[int] = field(default_factory=set)
@@ -199,7 +202,7 @@ class World:
         """Number of ranks."""
         return len(self.global_ranks)
 
-    def meet(self, sequence: int, phase: int, rank: int, value: Any) -> Rendezvous:
+    def meet(self, sequence: int, phase: int, rank: int, value: object) -> Rendezvous:
         """Leave the value of ``rank`` at a rendezvous.
 
         A rendezvous is identified by (collective, phase) and not by a running number, because ranks

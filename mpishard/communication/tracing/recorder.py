@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import numpy as np
 
@@ -55,14 +55,14 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.json"
 
 
-def first_line(about: Mapping[str, Any]) -> str:
+def first_line(about: Mapping[str, object]) -> str:
     """Return the line that opens a trace, with its format and the facts ``about`` it."""
     about = {"format": TRACE_FORMAT, "version": TRACE_VERSION, **about}
     text = encode({"displayTimeUnit": "ms", "otherData": about})
     return f'{text[:-1]},"traceEvents":[\n'
 
 
-def last_line(end: Mapping[str, Any]) -> str:
+def last_line(end: Mapping[str, object]) -> str:
     """Return the line that closes a trace, with its ``end``: reason, numbers of events."""
     return f'],"end":{encode(end)}}}\n'
 
@@ -94,7 +94,7 @@ class TraceFile:
         If the file cannot be written.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], origin: int) -> None:
+    def __init__(self, path: Path, about: Mapping[str, object], origin: int) -> None:
         self.path = path
         self._pid = about["rank"]
         self._origin = origin
@@ -119,7 +119,7 @@ class TraceFile:
         category: str,
         start: int,
         end: int,
-        arguments: Mapping[str, Any] | None,
+        arguments: Mapping[str, object] | None,
     ) -> None:
         """Append a span in row ``tid``, from ``start`` to ``end`` in nanoseconds."""
         if tid not in self._named:
@@ -148,7 +148,7 @@ class TraceFile:
         """Pass the written events to the system, so that they outlive this process."""
         self._stream.flush()
 
-    def _name(self, what: str, name: str, place: int, tid: int = 0) -> str:
+    def _name(self, what: str, name: str, place: object, tid: int = 0) -> str:
         """Return lines that name a process or a thread (``what``) and give its ``place`` in order.
 
         ``tid`` is the row, or 0 for a process.
@@ -185,7 +185,7 @@ class Recorder:
         """Messages so far, by name, group, source, destination and tag: both ends count alike."""
         self._maximum = maximum_events
         self._kept = self._dropped = 0
-        self._buffer: list[tuple[int, str, str, int, int, Mapping[str, Any] | None]] = []
+        self._buffer: list[tuple[int, str, str, int, int, Mapping[str, object] | None]] = []
         self._flushed = self.now()
         self._lock = threading.Lock()  # guards the file: another thread may call `finish`
 
@@ -195,7 +195,7 @@ class Recorder:
         name: str,
         start: int,
         end: int,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         category: str = "",
     ) -> None:
         """Keep one event, a span of time in row ``tid``.
@@ -212,7 +212,7 @@ class Recorder:
             self.flush()
 
     @contextmanager
-    def span(self, row: Row, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    def span(self, row: Row, name: str, arguments: Mapping[str, object]) -> Iterator[None]:
         """Context whose time is recorded as an event in ``row``."""
         start = self.now()
         try:
@@ -281,7 +281,7 @@ class InFlight:
     __slots__ = ("_arguments", "_name", "_recorder", "_tid", "start")
 
     def __init__(
-        self, recorder: Recorder, name: str, arguments: dict[str, Any], sent: Array | None = None
+        self, recorder: Recorder, name: str, arguments: dict[str, object], sent: Array | None = None
     ) -> None:
         self._recorder = recorder
         self._name = name
@@ -292,12 +292,13 @@ class InFlight:
         if sent is not None:
             self._number(sent)
 
-    def done(self, error: BaseException | None = None, result: Any = None) -> None:
+    def done(self, error: BaseException | None = None, result: Array | None = None) -> None:
         """Record that the operation is complete or, with an ``error``, has failed."""
         recorder = self._recorder
         if error is not None:
             self._arguments["error"] = type(error).__name__
-        elif self._name == "receive":  # a failed receive has taken no message, and counts none
+        # A failed receive has taken no message, and counts none.
+        elif self._name == "receive" and result is not None:
             self._number(result)
         recorder.add(self._tid, self._name, self.start, recorder.now(), self._arguments)
         recorder.lanes.remove(self._tid)
