@@ -8,6 +8,8 @@ files. Other rooms import the names below, and docs/architecture.md follows one 
 failure, through the files.
 """
 
+# The face for other rooms. The names of `__all__` below are for users, too; the others may change
+# without notice.
 from mpishard.communication.agreement import (
     GatheredTexts,
     agree,

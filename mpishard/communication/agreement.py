@@ -24,7 +24,7 @@ _MOST_SHOWN = 8
 """Maximum number of differences in a message, as models of many layers may differ in all."""
 
 # Types of errors that other ranks raise, too. For an error of another type they raise a
-# CheckpointError.
+# CheckpointError, because a user's class may need arguments that are not its message.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -97,6 +97,8 @@ def _exchange(
     if backend is not None:
         failed = [backend.rank, type(failure).__name__, str(failure)]
         everyone = _gather_values(backend, values if failure is None else failed, subject)
+        # Failures have three fields and values one, so the length of a row tells them apart without
+        # a flag.
         failures = [each for each in everyone if len(each) == len(failed)]
         # A rank that failed does not raise here, but below: its own error, with the traceback.
         if failures and failure is None:
@@ -112,6 +114,7 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
     """Return rank 0's ``text`` on every rank. Collective."""
     if backend is None:
         return text
+    # Only the root passes an array: the others do not know the length of the text.
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
     return shared.tobytes().decode(errors=_SURROGATES)  # type: ignore[no-any-return]
 
@@ -177,6 +180,8 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, object], subje
     The result is "" if the objects are equal, which takes one small all-gather. ``subject`` as in
     `same_outcome`.
     """
+    # A checksum has a fixed size and travels in the header of the collective, which costs no second
+    # wait. A collision would accept a difference; its chance is 2**-32.
     mark = zlib.crc32(json.dumps(mine).encode())
     marks = backend.all_gather(np.array([mark]), subject=subject)
     # The objects are sent only if their checksums differ, which is rare.
@@ -196,6 +201,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, object], subje
 
 def _gather_values(backend: CommunicationBackend, value: object, subject: int = 0) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
+    # JSON and not pickle, which would run code of another rank to read a value.
     # An empty value takes no bytes, so that an all-gather of empty values sends only headers.
     line = json.dumps(value) + "\n" if value else ""
     lines = backend.all_gather(_encode(line), subject=subject).tobytes().decode().splitlines()

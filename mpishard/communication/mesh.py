@@ -115,6 +115,7 @@ class ProcessMesh:
         self.pipeline_rank, self.tensor_rank, self.data_rank = self.coordinates_of(backend.rank)
         self.replica_rank = self.replica_of(backend.rank)
         backend.initialize()
+        # Before the first split, which would otherwise make groups that contradict each other.
         self._require_same_on_all_ranks()
         # Groups of the same ranks share one backend, because each communicator costs memory.
         self._groups = {self._key(self.order): backend}
@@ -260,6 +261,7 @@ class ProcessMesh:
         """Make the group of the ranks that differ from this one in ``axes`` alone."""
         own, ways = self._place_of(self.world.rank), [range(self._size[axis]) for axis in axes]
         ranks = [self._rank_at(own | dict(zip(axes, at, strict=True))) for at in product(*ways)]
+        # The lowest rank as color and the position as key: every rank computes both alone.
         member = self.world.split(min(ranks), ranks.index(self.world.rank))
         assert member is not None
         member._name_group(name)

@@ -77,6 +77,8 @@ class _SequenceRun:
         self._at = self._plan[0]
         # A generator of this rank alone chooses its waits, which may differ between ranks.
         self._generator = np.random.default_rng([seed, backend.rank, 1])
+        # By the plan's numbers, which are the same on all ranks; a rank has only the groups it is
+        # in.
         self._groups: dict[int, CommunicationBackend] = {0: backend}
         self._memory: dict[int, Array | None] = {}
         self._pending: list[tuple[SequenceStep, Any, Check]] = []
@@ -88,12 +90,14 @@ class _SequenceRun:
                 if step.group in self._groups:
                     self._at = step
                     self._take(step)
+                # Seldom, so that several works are under way most of the time.
                 if self._pending and self._generator.random() < 0.2:
                     self._finish_one()
                 elif self._generator.random() < 0.1:
                     self._groups[0].progress()
             while self._pending:
                 self._finish_one()
+            # In one order, because each group must be left by all of its ranks.
             for number in sorted(self._groups)[1:]:
                 self._groups[number].shutdown()
         except BaseException as error:
@@ -133,6 +137,7 @@ class _SequenceRun:
 
     def _refused(self, backend: CommunicationBackend, step: SequenceStep) -> None:
         arguments, options, _ = self._arguments(backend, step)
+        # A refused call must not have written to any array that it was given.
         given = [a for a in (*arguments, *options.values()) if isinstance(a, np.ndarray)]
         before = [array.copy() for array in given]
         try:
@@ -141,6 +146,7 @@ class _SequenceRun:
             message = str(error)
         else:
             raise AssertionError("a call that does not match was not refused")
+        # The number from the rank's own record, which the message must name for every rank.
         last = backend.status.read().last_of(backend.label)
         for rank in backend.world_ranks:
             assert f"rank {rank}: collective {last}, " in message, message
@@ -156,6 +162,7 @@ class _SequenceRun:
                 self._pending.append((step, work, lambda _: None))
             else:
                 backend.send(mine, target, step.tag)
+                # A send copies its array, so the receiver must still get the old values.
                 mine[...] = 0
         elif backend.rank == target:
             expected = self._input(step, source)
@@ -181,6 +188,7 @@ class _SequenceRun:
         array = values(step.dtype, shape, rank, 1000 * self._seed + step.number)
         if step.is_adversarial and step.dtype.kind == "f":
             with np.errstate(over="ignore"):
+                # Magnitudes so far apart that another order of the sum rounds differently.
                 array *= step.dtype.type(1e4) ** (rank - 1)
         return array
 
@@ -202,6 +210,7 @@ class _SequenceRun:
         mine = inputs[rank].copy()
         if method == "all_to_all":
             inputs = [
+                # Another length for each pair, empty ones among them.
                 [array[(source + target) % (len(array) + 1) :] for target in range(world)]
                 for source, array in enumerate(inputs)
             ]

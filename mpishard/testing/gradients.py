@@ -86,6 +86,7 @@ def check_gradients(
         If there is no way to compute the loss.
     """
     evaluate = _loss_function(model, x, y, loss)
+    # A copy, because a model may return its own vector.
     start: Array = np.array(model.get_parameters())
     gradient = np.array(model.compute_gradients(x, y))
     _promise(
@@ -93,6 +94,7 @@ def check_gradients(
         f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}",
     )
     _promise(
+        # Otherwise the numeric derivatives would be taken at another point than the gradient.
         np.array_equal(start, np.asarray(model.get_parameters())),
         "compute_gradients changed the parameters",
     )
@@ -112,6 +114,8 @@ def check_gradients(
             checker.add(name, start[part], gradient[part], lambda: at(start))
     finally:
         model.set_parameters(start)
+    # Central differences of float32 have few right digits: a loss with seven is divided by a small
+    # step.
     if tolerance is None:
         tolerance = 1e-6 if start.dtype == np.float64 else 3e-2
     return checker.verdict(tolerance)
@@ -170,10 +174,12 @@ def check_layer_gradients(
     x = np.array(x)
     if x.dtype.kind == "f":
         x = x.astype(np.float64)
+    # Moved away from 0 and 1, at which many wrong gradients happen to be right.
     values = perturbed_parameters(layer, generator)
     r = generator.standard_normal((len(x), *layer.output_shape(x.shape[1:])))
     dx, gradients = check_layer_promises(layer, values, x, r)
 
+    # Without ``training`` dropout does nothing, and its gradient would not be tested.
     context = Context(training=layer.is_random)
 
     def evaluate() -> float:
@@ -309,10 +315,12 @@ def check_layer_promises(
         dx_half[...] = np.nan
     layer.backward_weight(pending, nested(halves))
 
+    # The first layer of a chain needs no gradient of its input and may skip its computation.
     alone = {name: np.zeros_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
     layer.backward(p, saved, r.copy(), nested(alone), needs_input_gradient=False)
 
+    # Ones and not zeros: a layer that overwrites would pass with zeros.
     added = {name: np.ones_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
     layer.backward(p, saved, r.copy(), nested(added))
@@ -399,7 +407,7 @@ def check_parallel_layer(
     x = np.array(x)
     wholes = perturbed_parameters(whole, generator)
     _check_parameters(layer, whole, wholes)
-    owns = {name: _held(layer, name, value) for name, value in wholes.items()}
+    owns = {name: _own_elements(layer, name, value) for name, value in wholes.items()}
 
     context = Context()
     y, saved = whole.forward(wholes, x, context)
@@ -407,6 +415,7 @@ def check_parallel_layer(
     gradients = {name: np.zeros_like(value) for name, value in wholes.items()}
     dx = whole.backward(wholes, saved, r.copy(), gradients)
 
+    # Copies, because a part may be a view, and layers may require contiguous arrays.
     own_x, own_r = take_input(x).copy(), take_output(r).copy()
     own_y, _ = layer.forward(owns, own_x, context)
     _compare("output", own_y, take_output(y), tolerance)
@@ -415,12 +424,12 @@ def check_parallel_layer(
         _compare("input's gradient", own_dx, take_input(dx), tolerance)
     written = _written_gradients(layer, owns, own_x, own_r)
     for name, gradient in gradients.items():
-        part = _held(layer, name, gradient)
-        _compare(f"gradient of {name}", own_gradients[name], part, tolerance)
-        _compare(f"gradient of {name}, where written,", written[name], part, tolerance)
+        expected = _own_elements(layer, name, gradient)
+        _compare(f"gradient of {name}", own_gradients[name], expected, tolerance)
+        _compare(f"gradient of {name}, where written,", written[name], expected, tolerance)
 
 
-def _held(layer: TensorParallelLayer, name: str, value: Array) -> Array:
+def _own_elements(layer: TensorParallelLayer, name: str, value: Array) -> Array:
     """Return this rank's part of the whole parameter ``value``."""
     parts = [value[tuple(slice(*r) for r in box)].reshape(-1) for box in layer.boxes(name)]
     return np.concatenate([value[:0].reshape(-1), *parts]).reshape(layer.parameters[name].shape)
@@ -438,8 +447,10 @@ def _check_parameters(
         spec, of_whole = layer.parameters[name], whole.parameters[name]
         first = spec.initializer(parameter_generator(1, name), spec.shape)
         expected = of_whole.initializer(parameter_generator(1, name), of_whole.shape)
-        if not np.array_equal(first, _held(layer, name, expected)):
+        if not np.array_equal(first, _own_elements(layer, name, expected)):
             raise AssertionError(f"first values of {name} are not the whole layer's")
+        # Counted over all ranks: each alone may hold right elements, and all together not every
+        # one.
         holders = np.zeros(value.shape, np.int64)
         for box in layer.boxes(name):
             holders[tuple(slice(*r) for r in box)] += 1
@@ -455,6 +466,7 @@ def _written_gradients(
 ) -> dict[str, Array]:
     """Return the parameters' gradients, written into memory that held NaN."""
     table = ParameterTable(layer.walk_parameters())
+    # NaN, because an element that is added to instead of written then stays NaN.
     flat = np.full(table.length, math.nan)
     targets = GradientTargets(
         {entry.name: entry for entry in table.entries},
@@ -470,6 +482,7 @@ def _written_gradients(
 def _compare(what: str, found: Array, expected: Array, tolerance: float) -> None:
     if found.shape != expected.shape:
         raise AssertionError(f"the {what} has shape {found.shape}, expected {expected.shape}")
+    # At least 1, so that rounding in arrays of tiny values does not count as a difference.
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
     worst = float(np.abs(found - expected).max(initial=0.0)) / scale
     if not worst <= tolerance:

@@ -65,6 +65,7 @@ class Arguments:
             nbytes = int(np.prod(shape)) * wanted.itemsize
             part = self._memory[self._used : self._used + nbytes]
             array = part.view(wanted).reshape(shape)
+            # Each array on a cache line, which also aligns it for every dtype.
             self._used += -(-nbytes // 64) * 64
         array[...] = 1
         self._made.append(array)
@@ -233,6 +234,7 @@ def refusal(
         assert " at " in line, f"{what}: a call site is missing: {line}"
     own = f", {ask.method}("
     assert own in lines[backend.rank], f"{what}: {own} of rank {backend.rank} is not {lines}"
+    # Compared between ranks: each must raise the same words, whichever rank was wrong.
     text = np.frombuffer(message.encode(), np.uint8)
     for rank, other in enumerate(np.split(backend.all_gather(text), backend.world_size)):
         assert other.tobytes() == text.tobytes(), (
@@ -286,6 +288,7 @@ class RefusalChecks(CommunicationChecks):
         # Right calls beside refused ones.
         last = rank == world - 1
         short = backend.all_reduce_async(np.ones(2 if last else 3))
+        # Issued before the refused one is waited for: a refusal must not disturb its neighbours.
         good = backend.all_reduce_async(np.ones(700))
         assert_same(good.wait(), np.full(700, float(world)), "a work behind a refused one")
         assert_raises(CollectiveMismatchError, short.wait)
@@ -298,6 +301,7 @@ class RefusalChecks(CommunicationChecks):
 def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
     """Yield calls of each collective and its twin with arrays that none of them takes."""
     world, root = backend.world_size, backend.rank
+    # One dim more than a header has room for.
     dims = np.ones((1,) * 9)
     bad = [
         (TypeError, [1.0, 2.0]),

@@ -38,6 +38,7 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., object]], Callable[..., ob
         as_count("a world size", size)
 
     def decorate(body: Callable[..., object]) -> Callable[..., object]:
+        # pytest reads the signature to find fixtures, so the test must have the body's parameters.
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = inspect.signature(body).parameters
         wanted = [p.replace(kind=keyword) for n, p in parameters.items() if n != "backend"]

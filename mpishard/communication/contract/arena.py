@@ -14,6 +14,8 @@ from mpishard.base import Array, OutMismatchError, address
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 
+# A location travels in headers as two integers. A pointer would not do, because every process
+# maps an allocation at an address of its own.
 Location = tuple[int, int]
 """The number of an allocation of shared memory, and the offset of a byte in it."""
 
@@ -62,6 +64,7 @@ class Arena:
 
     def part(self, start: int, length: int) -> Arena:
         """Return an arena of ``length`` elements of each vector, from element ``start`` on."""
+        # Views, so a part needs no memory and no collective of its own.
         vectors = {rank: v[start : start + length] for rank, v in self._vectors.items()}
         return Arena(vectors, self._rank, self._reduce_scatter, self._barrier)
 
@@ -101,6 +104,8 @@ class Allocations:
 
     def add(self, memory: Array) -> None:
         """Add an allocation, of shape (bytes,) and dtype uint8. All ranks add them in one order."""
+        # Numbers are never used again: ranks collect garbage at different times, so a reused number
+        # could mean two allocations.
         number, owner = self.count, id(memory)
         self.count += 1
         self._allocations[owner] = number, weakref.ref(memory), address(memory)
@@ -118,6 +123,7 @@ class Allocations:
 
         Return `PRIVATE` if ``array`` lies in no allocation.
         """
+        # NumPy collapses chains of views: `base` is the owner, also for a view of a view.
         owner = array.base if isinstance(array.base, np.ndarray) else array
         found = self._allocations.get(id(owner))
         # Python reuses an id when its object is gone, so another array may have it now.
@@ -163,12 +169,15 @@ class Allocations:
         OutMismatchError
             Naming the two ranks.
         """
+        # All ranks have the same locations from the headers, so all of them take the same way here.
         if not nodes.arrays_are_shared(locations):
             return {}
         for rank, (_, (number, start)) in enumerate(locations):
             if number == PRIVATE[0]:
                 continue
             for other, ((theirs, begin), _) in enumerate(locations):
+                # The test is in bytes and only between ranks of one node, because an allocation has
+                # one copy on each node.
                 distance = start - begin
                 if (
                     theirs == number
@@ -197,6 +206,7 @@ def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:
     >>> number_nodes(["b", "a", "b"])
     (0, 1, 0)
     """
+    # By first occurrence, so that the numbers do not depend on names such as process ids.
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
 
@@ -265,6 +275,8 @@ class Nodes:
         """Return whether some ranks share a node, and each node's arrays lie in one allocation."""
         if self.count == len(self.numbers):
             return False
+        # If one rank's array were private, its peers could not read it, so all must use messages
+        # then.
         allocations: dict[int, int] = {}  # by node
         for node, (own, _) in zip(self.numbers, locations, strict=True):
             if own == PRIVATE or allocations.setdefault(node, own[0]) != own[0]:
@@ -273,6 +285,8 @@ class Nodes:
 
     def results_are_shared(self, locations: Sequence[Locations]) -> bool:
         """Return whether the ranks of each node have one shared array as their result."""
+        # One array, and not only one allocation: several ranks would otherwise write different
+        # results.
         arrays: dict[int, Location] = {}  # by node
         for node, (_, out) in zip(self.numbers, locations, strict=True):
             if out == PRIVATE or arrays.setdefault(node, out) != out:

@@ -68,6 +68,7 @@ from mpishard.communication.tracing.recorder import (
     stop_recording,
 )
 
+# A cache line. Vectors of two ranks in one line would make their cores exchange it at each write.
 _LINE_BYTES = 64
 
 
@@ -112,13 +113,18 @@ class CommunicationBackend(ITransport):
         self._sequence = 0
         self._world_ranks: tuple[int, ...] | None = None
         self._topology: Nodes | None = None
+        # In order of issue. Data of collectives share one communicator under MPI, so they take
+        # turns in it.
         self._pending: deque[Work] = deque()
         self._transfers: list[Transfer] = []
         # The receives that wait for a message, by source and tag, oldest first.
         self._receives: dict[tuple[int, int], deque[object]] = {}
+        # Counted here and not by the caller: all ranks begin rounds in one order, whatever object
+        # does.
         self._rounds = 0
         self._reducer = TreeReducer()
         self._allocations = Allocations()
+        # Replaced in `initialize`; a group gets that of its root world from `split`.
         self._session = Session(rank=0)
         self.traffic = Traffic()
         """Bytes that this rank has sent and read."""
@@ -237,6 +243,7 @@ class CommunicationBackend(ITransport):
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
+            # Last, so that an exception in `_on_initialize` leaves a backend that refuses calls.
             self._initialized = True
             if self._is_root:
                 self.status.end(RankState.RUNNING)
@@ -281,6 +288,7 @@ class CommunicationBackend(ITransport):
         if not self._pending and not self._transfers:
             return
         with self._session:
+            # A copy, because a work that advances may issue another one or be forgotten.
             for pending in (*self._pending, *self._transfers):
                 pending.advance()
             self._forget_done()
@@ -317,6 +325,7 @@ class CommunicationBackend(ITransport):
         units : sequence of str
             The names of its units in messages.
         """
+        # The line is a part of the name: two models of one class on two lines are then told apart.
         frame, _ = user_frame(sys._getframe(1))
         place = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return self._session.subjects.add(self.group, self._sequence, name, place, units)
@@ -380,6 +389,7 @@ class CommunicationBackend(ITransport):
             out = array
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
+        # Counted by the contract before a backend chooses its messages, so that all backends agree.
         sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
         call = Call.describe(
             CollectiveKind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
@@ -460,6 +470,7 @@ class CommunicationBackend(ITransport):
             out = array_namespace(array).empty(shape, array.dtype)
         wide = accumulation_dtype(array.dtype)
         check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
+        # A rank keeps its own piece. A slice counts the others' bytes with any trailing dims.
         sends = {"reduce_scatter": array[pieces[self.rank] :].nbytes}
         call = Call.describe(
             CollectiveKind.REDUCE_SCATTER,
@@ -514,6 +525,8 @@ class CommunicationBackend(ITransport):
         if out is not None:
             check_array(out, "all_gather", needs_dim=True)
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
+        # The rows of ``out`` can be compared only when all ranks' rows are known: see
+        # `check_calls`.
         rows = -1 if out is None else out.shape[0]
         sends = {"all_gather": array.nbytes * (self.world_size - 1)}
         call = Call.describe(
@@ -631,6 +644,7 @@ class CommunicationBackend(ITransport):
         as_index("root", root, self.world_size)
         strict = as_flag("strict", strict)
         pieces: tuple[int, ...] | None = None
+        # Other ranks may pass anything, as in MPI; what they pass is not looked at.
         sent, sends = None, {"scatter": 0}
         if self.rank == root:
             check_array(array, "scatter", needs_dim=True)
@@ -728,6 +742,7 @@ class CommunicationBackend(ITransport):
                     f"and {part.dtype.name}"
                 )
         sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
+        # The shapes differ between receivers, so only the dtype is compared.
         call = Call.describe(CollectiveKind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
         return self._start(call, self._steps_all_to_all, parts)
 
@@ -764,15 +779,21 @@ class CommunicationBackend(ITransport):
         """
         if color is not None and as_integer("color", color) < 0:
             raise ValueError(f"color must be 0 or more, or None; got {color}")
+        # The default keeps the order of this world, as in MPI.
         order = self.rank if key is None else as_integer("key", key)
         call = Call.describe(CollectiveKind.SPLIT, None)
         with self._session as session:
             try:
                 member = self._start(call, self._steps_split, color, order).wait()
                 if member is not None:
+                    # One session for all groups: a wait in one of them advances the collectives of
+                    # all.
                     member._is_root, member._session = False, session
+                    # The same on all members and in no other group, without communication.
                     member.group = f"{self.group}/{call.sequence}.{color}"
                     member.check_collectives = self.check_collectives
+                    # For an error during `initialize`; the ranks in its final label are known only
+                    # after it.
                     member.label = "a new group"
                     member.initialize()
                     if member._world_ranks is None:
@@ -838,6 +859,7 @@ class CommunicationBackend(ITransport):
                 "split the new one again"
             )
         successor = self._shrink()
+        # Also the groups: their communicators contain the lost ranks.
         for world in self._session.worlds():
             world._retire(successor)
         return successor
@@ -1086,6 +1108,7 @@ class CommunicationBackend(ITransport):
         if recorder is not None:
             source, destination = (self.rank, peer) if is_send else (peer, self.rank)
             way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
+            # Group, ends and tag are the same on both ranks, so a trace can join the two ends.
             way |= {"axis": self.axis} if self.axis else {}
             in_flight = InFlight(recorder, "send" if is_send else "receive", way, sent)
         message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
@@ -1133,6 +1156,7 @@ class CommunicationBackend(ITransport):
         notifies the other ranks.
         """
         if self.world_size > 1 and self._session.broken is None:
+            # World numbers, because the user reads messages of several groups side by side.
             me = self.world_ranks[self.rank]
             self._session.broken = CommunicationError(
                 f"rank {me} was cut off by {type(error).__name__} {where}, and the other ranks go "
@@ -1174,6 +1198,7 @@ class CommunicationBackend(ITransport):
             self._require_whole()
             if self._ended is not None:
                 raise self._ended
+            # Not stored before `_admit`: a refused call must leave the numbers of all ranks equal.
             sequence = call.sequence = self._sequence + 1
             call.group = self.label
             self._admit(call)

@@ -30,6 +30,7 @@ _SUSPENDED_SECONDS = 2 * READ_EVERY
 
 def yield_processor() -> None:
     """Offer this core to another process that is ready to run."""
+    # Not on Windows, where a sleep of 0 gives up the turn.
     if hasattr(os, "sched_yield"):
         os.sched_yield()
     else:
@@ -63,6 +64,7 @@ class RunningClock:
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
         self._read = read
+        # The watchdog and the thread that waits may read at once, and a gap must count once only.
         self._lock = threading.Lock()
         self._last = read()
         self._suspended = 0.0
@@ -72,6 +74,8 @@ class RunningClock:
         with self._lock:
             present = self._read()
             gap, self._last = present - self._last, present
+            # Twice the period, because a reading may come late by nearly a period on a busy
+            # machine.
             if gap > _SUSPENDED_SECONDS:
                 self._suspended += gap - READ_EVERY
             return present - self._suspended
@@ -115,9 +119,11 @@ class Backoff:
     def pause(self) -> None:
         """Pause for a short time. Call it after each poll that found nothing."""
         self._polls += 1
+        # No clock is read in these polls, in which most waits end.
         if self._polls <= _SPINS and not self._crowded:
             return
         before = time.monotonic()
+        # Begun here and not in the constructor: short waits never come to this line.
         if not self._start:
             self._start = self._checked = before
         if self.dozes:
@@ -125,6 +131,7 @@ class Backoff:
         else:
             yield_processor()
         now = time.monotonic()
+        # Dozing adds up to 0.1 ms to a wait, which is little after milliseconds and much before.
         is_long = now - self._start > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
         self.dozes |= is_long or now - before > LONG_POLL
         if now - self._checked > _CHECK_SECONDS:

@@ -57,6 +57,7 @@ DTYPES: tuple[np.dtype, ...] = tuple(
 )
 """The dtypes that can be sent. A header has the index of the dtype in this tuple."""
 
+# A dict: a search through the tuple would compare dtypes one by one in each call.
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _DIMS = settings.MAXIMUM_DIMS
 # Kind, operation, dtype, number of dims, root, hash of counts, rows of out, subject, and the dims.
@@ -73,6 +74,7 @@ GROUP_BYTES = 64
 """Bytes of a group's label that a status page keeps."""
 
 
+# The numbers travel in headers and stand in status pages: add at the end, and change none.
 class CollectiveKind(IntEnum):
     """The collectives."""
 
@@ -123,6 +125,7 @@ class Call:
     """Time at which it was written to the rank's status page, in seconds since the epoch."""
     description: bytes = field(default=b"", compare=False, repr=False)
     """The fields that ranks compare, except the sequence number, as bytes."""
+    # Kept although they follow from shape and dtype: each collective asks for them several times.
     size: int = field(default=0, compare=False, repr=False)
     """Number of elements of the array that was passed."""
     nbytes: int = field(default=0, compare=False, repr=False)
@@ -141,6 +144,7 @@ class Call:
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
         subject: int = 0,
+        # Never changed: a caller that counts anew replaces the mapping, as `Traffic` does.
         sends: Mapping[str, int] = {},
         sequence: int = 0,
     ) -> Call:
@@ -233,6 +237,7 @@ class Call:
 
     def to_bytes(self) -> bytes:
         """Return the call and its line as bytes, for a backend that sends them in one message."""
+        # The path is last, because it alone may contain a line break.
         place = f"{self.line}\n{self.method}\n{self.filename}"
         header = self.sequence.to_bytes(8, sys.byteorder) + self.description
         return header + place.encode(errors=_OF_PATHS)
@@ -360,6 +365,7 @@ class Traffic:
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))
             sent = sum(sizes[rank] for rank in nodes.clients) * sums
+        # Partial sums of 16-bit data travel in float32, so they count with 4 bytes.
         sent *= accumulation_dtype(dtype).itemsize
         call.sends = {**call.sends, "reduce_scatter": sent}
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
@@ -374,6 +380,7 @@ class Traffic:
 @functools.lru_cache(maxsize=4096)  # each training step uses the same sizes
 def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> Mapping[str, int]:
     """Return the bytes that ``rank`` sends for an all_reduce of ``size`` elements."""
+    # As a reduce_scatter and an all_gather of even pieces, whatever the backend sends.
     own = even_sizes(size, world_size)[rank]
     gathered = own * itemsize * (world_size - 1)
     return {"reduce_scatter": (size - own) * itemsize, "all_gather": gathered}
@@ -401,6 +408,7 @@ def check_array(
         known = ", ".join(dtype.name for dtype in DTYPES)
         raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")
     flags = array.flags
+    # Refused and not copied: a result written to the copy would be lost without a word.
     if not flags.c_contiguous:
         raise ValueError(
             f"{name} needs a C-contiguous array, got shape {array.shape} with strides "

@@ -80,6 +80,7 @@ def check_calls(
     if first.kind is CollectiveKind.ALL_GATHER:
         # Ranks may send different numbers of rows, so no rank could check its ``out`` alone.
         rows = [call.shape[0] for call in calls if call.shape]
+        # The first rank in order, so that all ranks raise the same message.
         for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
                 raise OutMismatchError(
@@ -109,6 +110,7 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
         return ""
     before = seen or Counter()
     # The method is empty for a rank that called the collective itself, which comes last.
+    # The rarer call is the likelier mistake: functions of a training step were seen often before.
     methods = sorted(by_method, key=lambda m: (not m, len(by_method[m]), before[m]))
     called = []
     for method in methods:
@@ -140,6 +142,7 @@ def divergence(records: Sequence[RankRecord], group: str, upto: int | None = Non
     }
     if len(histories) < 2:
         return ""
+    # A call log has the last 256 collectives, and ranks may be at different ones.
     common = set.intersection(*map(set, histories.values()))
     for sequence in sorted(s for s in common if upto is None or s <= upto):
         at_once = {rank: calls[sequence] for rank, calls in histories.items()}
@@ -178,6 +181,7 @@ def _listed(calls: Mapping[int, Call], subject_text: Callable[[int], str]) -> st
 
     If the ranks' calls belong to different models or units, the lines name these.
     """
+    # Left out if they agree, because a line for each rank is long enough without it.
     subjects_differ = len({call.subject for call in calls.values()}) > 1
 
     def text(rank: int) -> str:
@@ -290,6 +294,7 @@ def group_label(name: str, path: str, world_ranks: Sequence[int]) -> str:
     """
     words = f"{name} group {path}".strip()
     label = f"{words} ({who(world_ranks)})"
+    # A status page has room for this many bytes of it, and readers parse the label.
     if len(label) > GROUP_BYTES:
         label = f"{words} ({len(world_ranks)} ranks, {min(world_ranks)} to {max(world_ranks)})"
     return label

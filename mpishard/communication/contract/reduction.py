@@ -80,6 +80,7 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 @functools.cache
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
+    # The kind of ml_dtypes' bfloat16 is "V", as of any dtype that NumPy does not know.
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
 
@@ -98,6 +99,7 @@ def _combiner(
     xp: ModuleType, operation: ReductionOperation, dtype: np.dtype
 ) -> Callable[..., object]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
+    # NumPy's and CuPy's functions have the same names, so the module is all that differs.
     ufunc: Callable[..., Array] = getattr(xp, _UFUNCS[operation])
     if dtype.kind != "c" or operation is not ReductionOperation.PRODUCT:
         return ufunc
@@ -143,6 +145,7 @@ class TreeReducer:
     """
 
     def __init__(self) -> None:
+        # By module and dtype. New arrays for each chunk would fault in their pages each time.
         self._scratch: dict[tuple[str, str], list[Array]] = {}
         # NumPy warns of no overflow in this context. To enter it is faster than np.errstate.
         self._quiet = contextvars.Context()
@@ -164,6 +167,7 @@ class TreeReducer:
         ``out`` may be one of the contributions or overlap them.
         """
         count = len(contributions)
+        # The commonest case, two ranks: one pass over the data, without scratch or chunks.
         if count == 2 and operation is not _AVERAGE and out.size:
             left, right = contributions
             dtype = out.dtype
@@ -213,6 +217,7 @@ class TreeReducer:
     ) -> None:
         """Combine chunk by chunk; ``narrow`` subtrees are widened, ``direct`` writes ``out``."""
         xp, length = array_namespace(out), int(out.size)
+        # In chunks that stay in the cache through all log2(count) rounds.
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
         dtype = accumulation_dtype(out.dtype)
@@ -263,6 +268,7 @@ def _tree(
     known = leaves.get((first, level))
     if known is not None:
         return known
+    # The left subtree first, into ``target`` itself: the right one then needs only lower buffers.
     left = _tree(leaves, first, level - 1, count, target, scratch, combine)
     middle = first + (1 << (level - 1))
     if middle >= count:

@@ -195,6 +195,8 @@ class StatusPage:
         self.awaited: Call | MessageWait | None = None
         """The collective or message for which the rank waits now."""
         self._memory = mmap.mmap(-1, PAGE_BYTES)
+        # By code object, instruction, called function and group: a loop makes the same calls many
+        # times.
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
         self._calls_read: tuple[Call, ...] = ()
         _IDENTITY.pack_into(
@@ -287,6 +289,7 @@ class StatusPage:
     def wait(self, awaited: Call | MessageWait) -> None:
         """Record the call or message for which the rank waits. Short waits need no record."""
         self.awaited = awaited
+        # A message has no row in the call log, so its facts stand in the page itself.
         if isinstance(awaited, MessageWait):
             group = _tail(awaited.group, GROUP_BYTES)
             what = -1, awaited.peer, awaited.tag, awaited.is_send, group
@@ -297,6 +300,7 @@ class StatusPage:
     def go_on(self) -> None:
         """Record that the wait is over."""
         self.awaited = None
+        # Only the number: a reader that finds 0 does not look at the other fields.
         _NUMBER.pack_into(self._memory, _WAITS, 0)
 
     def end(self, state: RankState, code: int = 0) -> None:
@@ -305,6 +309,7 @@ class StatusPage:
         ``code`` is the exit code of the job, if ``state`` is ``REPORTED``. It is 0 if the rank
         reported that another process is gone, whose code it does not know.
         """
+        # The code before the state: a reader that sees the state also finds its code.
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 
@@ -380,6 +385,7 @@ class StatusReader:
         ranks : sequence of int
             The world rank of each rank of this node.
         """
+        # All ranks exchange, also those of other nodes, because the exchange is collective.
         self._paths = exchange(self._path)
         failed = [(r, path) for r, path in enumerate(self._paths) if isinstance(path, str)]
         if failed and self.page.rank == 0:
@@ -393,6 +399,7 @@ class StatusReader:
             # A container may have process ids of its own: /proc/PID is then another process.
             with contextlib.suppress(OSError, ValueError):
                 self._pages[rank] = _open(here[rank], rank)
+        # A process that looks dead already is of another container, whose processes cannot be seen.
         seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
         self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
 
@@ -436,6 +443,8 @@ class StatusReader:
         left = RankState.LEFT
         watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
         self._ring_turn += 1
+        # Two and not all: on a node of many ranks each would otherwise read all pages every half
+        # second.
         two = [*watched[:1], *watched[self._ring_turn % max(1, len(watched)) :][:1]]
         return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
 
@@ -487,6 +496,7 @@ def pages_beside(file: Path) -> list[Path]:
     parents = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process is another user's, or has ended
+            # The name of the process, in parentheses, may contain spaces and parentheses itself.
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             for path in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):  # the file was closed meanwhile
@@ -567,8 +577,10 @@ def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
     if number < 0:
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
     saves, *ranks = _SAVES.unpack_from(page, _SAVES_AT)
+    # A process id means nothing on another host, so its process counts as running.
     is_here = _text(host) == socket.gethostname()
     letter, began = _process(pid) if is_here else (b"R", start)
+    # The start time, because the system may have given the process id to another process.
     is_alive = began == start and letter not in (b"Z", b"X")
     return RankRecord(
         rank,
@@ -598,6 +610,7 @@ def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:
     Those in ``known`` were read before, and are not read again.
     """
     count = _number(page, _COUNT)
+    # Older ones have been overwritten in the page.
     kept = [call for call in known if call.number > count - _ROWS]
     first = kept[-1].number if kept else max(0, count - _ROWS)
     found = (_call_at(page, index) for index in range(first, count))
@@ -606,6 +619,7 @@ def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:
 
 def _call_at(page: mmap.mmap, index: int) -> Call | None:
     start = _FIRST_ROW + index % _ROWS * _ROW.size
+    # Copied in one piece, so that the owner has little time to write in between.
     row = page[start : start + _ROW.size]
     _, _, seconds, place, number = _ROW.unpack(row)
     # The number, last in a row, is read again after the row: the owner may be overwriting it.
@@ -702,6 +716,7 @@ def _method(frame: FrameType) -> str:
     if code in _called_as:
         return _called_as[code]
     name = code.co_qualname.partition(".<")[0]
+    # Asked first, because `f_locals` makes a dict of all local variables.
     owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
     module = str(frame.f_globals.get("__name__", "")).split(".")
     if isinstance(getattr(owner, "status", None), StatusPage) or "testing" in module[:2]:

@@ -72,6 +72,7 @@ class Session:
         # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
         self._lock = threading.RLock()
         self._thread = 0  # the identity of the thread that communicated last, for the error
+        # Weak, so that a group ends when the user drops it.
         self._worlds: list[weakref.ref[CommunicationBackend]] = []
 
     def __enter__(self) -> Self:
@@ -93,6 +94,7 @@ class Session:
 
     def join(self, world: CommunicationBackend) -> None:
         """Register ``world``, the root world or one that was split off it, by a weak reference."""
+        # Once only, because a world that begins again joins again.
         self._worlds = [known for known in self._worlds if known() not in (None, world)]
         self._worlds.append(weakref.ref(world))
 
@@ -154,9 +156,12 @@ class Work:
             try:
                 if self.waitable is not None and not self.waitable.test():
                     return False
+                # Also before the first test: steps that need no other rank end without any wait.
                 self.waitable = next(self._steps)
             except StopIteration as stop:
                 self.done, self._result, self.waitable = True, stop.value, None
+                # Counted at the end and not at the issue, because a call that is refused sends no
+                # data.
                 if self.awaited.sends:
                     self._driver.traffic.add(self.awaited.sends)
                 if self._in_flight is not None:
@@ -374,6 +379,7 @@ class ITransport(ABC):
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         """Return zeroed bytes that this rank's node shares; here None, as if no node shared any."""
+        # As collective as the real one, so that code which allocates stays in step on all ranks.
         yield from self._steps_barrier(call)
         return None
 

@@ -136,6 +136,7 @@ class JobEnd:
         if calls:
             report += f"\n--- last collectives of rank {self.rank} ---"
         report += "".join(f"\n  {c.number}: {c.text}" for c in calls)
+        # The lost rank has reported, so that a second report would only repeat its consequence.
         is_echo = alone and isinstance(error, PeerError)
         self.end(report, settings.EXIT_FAILURE, is_own=not is_echo, is_alone=alone)
 
@@ -151,6 +152,7 @@ class JobEnd:
         A launcher also sends SIGTERM, and soon after SIGKILL, if another rank has failed. That rank
         has reported the reason, so this one waits first.
         """
+        # If SIGKILL comes meanwhile nothing is missing: the rank that failed has reported.
         time.sleep(_LAUNCHER_SECONDS)
         text = f"mpishard: {self.name} was sent SIGTERM {where}; the job ends"
         self.end(text, settings.EXIT_TERMINATED)
@@ -180,6 +182,7 @@ class JobEnd:
         if limit.is_at_end:
             if any(r.has_left and r.rank < (self.rank or 0) for r in records):
                 return  # the first of the ranks that wait at their end reports for all
+        # One rank of all, because each would print the same table.
         elif not records or longest_waiting(records) == self.rank:
             stall = self.describe_stall()
         print_to_stderr(
@@ -217,6 +220,7 @@ class JobEnd:
         ``code`` is the exit code, which is recorded; 0 stands for the unknown code of another
         process, which is gone.
         """
+        # Both claims: the socket's name is exact on one node, and the pages also reach other nodes.
         is_first = _claim_node() and (self.statuses is None or self.statuses.claim_report(code))
         if self.leaves_alone and self.statuses is not None:
             self.statuses.page.end(RankState.REPORTED, code)
@@ -247,6 +251,7 @@ class JobEnd:
             self._report(report, code, is_own=is_own, is_said=is_own and is_alone)
         finally:
             with suppress(Exception):  # the job ends anyway
+                # First, because a kernel of NCCL that waits for other ranks does not end by itself.
                 self.stop()
             try:
                 if not is_alone or self._is_last():
@@ -294,6 +299,7 @@ def _claim_node() -> bool:
     job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
+        # With the user's number, because names of abstract sockets are common to all users.
         claim.bind(f"\0mpishard-report-{os.getuid()}-{job}")
     except OSError:
         claim.close()
@@ -364,6 +370,7 @@ def _ignore_further_interrupts() -> None:
 
 def _abort(code: int) -> None:
     """End all processes of the job; may return."""
+    # Not imported here: a process that has not started MPI must not start it to end.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized()):
         mpi.COMM_WORLD.Abort(code)

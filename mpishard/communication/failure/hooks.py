@@ -85,6 +85,8 @@ def _hook_exceptions() -> None:
         # An exception at an interactive prompt does not end the process.
         if not hasattr(sys, "ps1"):
             _end(error, process)
+        # Reached in a world of one, at a prompt, and in a process that is no rank: elsewhere `_end`
+        # ends the process.
         previous(kind, error, trace)
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -153,6 +155,8 @@ def _where_it_ends(job: JobEnd) -> str:
 def claim_rank() -> None:
     """Make this process the rank, if a launcher started several and no rank started this one."""
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
+        # With the launcher's identity and connection: processes of a job that this rank starts have
+        # others, and are no helpers.
         words = (os.getpid(), launcher_socket(), *settings.launch_identity())
         settings.write("MPISHARD_RANK_PROCESS", " ".join(map(str, words)))
 

@@ -149,6 +149,7 @@ def drop_internal_frames(error: BaseException) -> None:
             entry.tb_next = following
         member.__traceback__ = entries[0] if entries else None
         causes = (member.__cause__, member.__context__)
+        # By identity: exceptions may be equal, and causes may form a circle.
         chain += [c for c in causes if c is not None and all(c is not other for other in chain)]
 
 

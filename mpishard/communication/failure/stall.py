@@ -72,6 +72,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     waiting = [record for record in records if _is_waiting(record)]
     waits_for = _waits_for_each(records)
     wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    # Only in ``init`` may a rank have no page yet.
     is_in_init = any(record.state is RankState.STARTED for record in records)
     odd = [
         record
@@ -86,6 +87,8 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     ]
     if odd:
         names = {record.rank for record in odd}
+        # Ranks that wait for the odd ones directly; the others wait for these, and follow from
+        # them.
         those = [r for r in waiting if names & set(waits_for[r.rank])] or waiting
         sentences = [*_waits(those), *_odd(odd, those, now)]
     elif waiting:
@@ -198,11 +201,13 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
 def _circle_text(waits_for: dict[int, list[int]], records: Sequence[RankRecord]) -> list[str]:
     """Return sentences on a circle of ranks, each of which waits for the next; may be empty."""
     try:
+        # It raises an error that has one of the circles, which saves a search of our own.
         TopologicalSorter(waits_for).prepare()
     except CycleError as error:
         *circle, _ = reversed(error.args[1])
     else:
         return []
+    # Begun at the lowest rank, so that all ranks report the circle in the same words.
     first = circle.index(min(circle))
     circle = [*circle[first:], *circle[:first]]
     waits = {record.rank: record for record in records}
@@ -316,6 +321,7 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
     groups = matching.grouped(
         records, lambda r: (_doing(r), _last_calls(r, calls), r.rank if is_each_alone else -1)
     )
+    # First without collectives, then without ranks: the activity says most.
     if sum(1 + len(lines) for _, lines, _ in groups) > matching.MOST_LINES:
         groups = matching.grouped(records, lambda r: (_doing(r), (), -1))
     entries = list(groups.items())

@@ -70,6 +70,7 @@ class PreemptionNotice:
             self._process = os.getpid()
             signal.signal(signal.SIGUSR1, self._handle)
             atexit.register(self.report_if_ignored)
+        # Only `mpishard run` has blocked it; a user's own block is left as it is.
         if settings.job_folder() is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
 
@@ -117,6 +118,7 @@ class SignalPipe:
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
+        # Python writes to it inside a signal handler, which must never block.
         os.set_blocking(self._write, False)
         self._installed: list[signal.Signals] = []
         self._is_wakeup = False
@@ -153,6 +155,7 @@ class SignalPipe:
         for number in self._installed:
             if number is signal.SIGQUIT:
                 faulthandler.unregister(number)
+            # Another library may have put its own handler in place since, which stays.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL)
         self._installed.clear()
@@ -165,6 +168,7 @@ class SignalPipe:
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
         # Python writes a byte for each signal with a handler, also for those of the user's.
+        # Ctrl-C has Python's own handler, and counts as ours as long as nobody has replaced it.
         ours: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
         return {
             number
@@ -257,6 +261,7 @@ class Watchdog:
         """Begin to watch. Idempotent."""
         if self._thread is None:
             self._stopped = False
+            # The first parent: after the launcher's end the system gives the process another one.
             self._parent = self._parent or os.getppid()
             self._signals.install()
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
@@ -324,6 +329,7 @@ class Watchdog:
                 self._ending().interrupt(self._doing())
         if self._parent and self._jobs and os.getppid() != self._parent:
             self._ending().report_lost_launcher(self._parent, self._doing())
+        # A copy, because the main thread may release a job meanwhile.
         for job in tuple(self._jobs):
             dead = job.dead_rank()
             if dead is not None:

@@ -77,6 +77,7 @@ def _through(name: str) -> Callable[..., Steps]:
         array = given[0] if isinstance(given, list | tuple) else given
         if not (is_device_array(array) and self._needs_staging(call, array)):
             return collective(call, given, *arguments)
+        # Made at the first use: pinned memory needs a GPU, which most runs do not have.
         if self._gpu is None:
             self._gpu = Staging(logs=self._rank == 0 and self._is_root)
         return self._gpu.run(collective, call, given, *arguments)
@@ -120,6 +121,7 @@ class MPICommunicationBackend(CommunicationBackend):
         mpi: ModuleType = load_mpi()
         if comm is None:
             comm = mpi.COMM_WORLD
+            # Only for the default: a user's own communicator may well have one rank.
             check_launched_world(comm.Get_size(), mpi.Get_library_version())
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
@@ -171,6 +173,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 raise CommunicationError("a world that was split off cannot be entered again")
             try:
                 job.guard()
+                # A rank may be missing, so the wait has a time limit and is named in reports.
                 with job.wait(lambda: IN_INIT):
                     call_uninterrupted(self._mpi, lambda: self._enter(is_new=is_new))
             finally:
@@ -207,6 +210,7 @@ class MPICommunicationBackend(CommunicationBackend):
             job.meet()
             self._nodes = job.nodes
         with job.making_group():
+            # Two of our own: messages of the user cannot match ours, nor messages our data.
             comm, data = self._comm.Dup(), self._comm.Dup()
         memory = at_once(share_group_memory(self._mpi, data, set(), self._nodes))
         self._group = Group(self._mpi, comm, data, self._reducer, memory)
@@ -400,6 +404,7 @@ class MPICommunicationBackend(CommunicationBackend):
         job, group = self._joined()
         choice = np.array([-1 if color is None else color, key], np.int64)
         choices = (yield from self._collectives.open(call, choice)).integers(2)
+        # MPI wants small colors, and a user's may exceed a C int.
         colors = sorted({c for c, _ in choices if c >= 0})
         members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
@@ -496,6 +501,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
         stop_recording(self, ulfm.error)
         with job.wait(lambda: _IN_SHRINK):
+            # Before ULFM's collective: ranks that still wait in this world would not come to it.
             job.call_off()
             ulfm.shrink(build, undo)
         successor = made[0]

@@ -205,6 +205,7 @@ class Collectives:
         assert call.operation is not None
         flat = array if array.ndim == 1 else array.reshape(-1)
         whole: list[Array] = []
+        # In one round of the channel, because several rounds would need a fence each.
         fits = INLINE_BYTES < flat.nbytes <= self._group.channel.bytes_each
         if fits and is_combined_whole(flat.nbytes, self._world_size):
             whole = [flat] * self._world_size
@@ -240,6 +241,8 @@ class Collectives:
                     whole, call.operation, result, is_sent=opened.is_sent
                 )
                 return out
+            # Large arrays: each rank combines one piece for all, so that a byte is read once and
+            # not by every rank.
             sizes = even_sizes(result.size, self._world_size)
             start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]
@@ -416,6 +419,7 @@ class Collectives:
         Only ``senders`` have parts. Their shapes travel first, because no receiver knows them.
         """
         world = range(self._world_size)
+        # In the header, because all ranks must make the same number of rounds.
         longest = np.array([max((part.size for part in parts), default=0)], np.int64)
         headers = yield from self.open(call, longest)
         yield from self.turn(call)
@@ -515,6 +519,7 @@ class Collectives:
                 incoming[sender] = np.empty(count * lengths[self._rank], wide)
             yield from self._group.channel.move(outgoing, incoming)
             chunk = slice(low, low + lengths[self._rank])
+            # Single slots of this node beside whole subtrees of others: the reducer takes both.
             known = {(rank, 0): array[chunk] for rank, array in zip(arrays, own, strict=True)}
             for sender in senders:
                 subtrees = trees[nodes.numbers[sender]]
@@ -535,6 +540,7 @@ class Collectives:
         subtrees = self._nodes.subtrees(self._nodes.own)
         sums = np.empty((len(subtrees), length), dtype)
         for (first, level), target in zip(subtrees, sums, strict=True):
+            # A subtree of consecutive slots is itself a tree of the same order.
             under = range(first, first + (1 << level))
             members = [array for rank, array in arrays.items() if rank in under]
             self._reducer.reduce(members, operation, target)
@@ -547,6 +553,7 @@ class Collectives:
         clients = nodes.clients
         outgoing = [own if r in agents else own[:0] for r in range(self._world_size)]
         incoming = [p if r in clients else p[:0] for r, p in enumerate(pieces)]
+        # By messages, because the nodes share no memory.
         yield from self._group.messages.move(outgoing, incoming)
 
 

@@ -80,6 +80,7 @@ class Staging:
         def host_of(array: Any, *, is_read: bool = False) -> Any:
             if not hasattr(array, "dtype") or not is_device_array(array):
                 return array
+            # ``out`` may be the array itself, and must then get the same buffer.
             for known, host in staged:
                 if known is array:
                     return host

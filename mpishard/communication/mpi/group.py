@@ -56,6 +56,7 @@ def share_group_memory(
     ranks = len(nodes)
     if ranks == 1 or len(set(nodes)) > 1 or not RingExchange.is_possible():
         return None
+    # One allocation for both, because each takes a file descriptor of every rank.
     nbytes = RowChannel.nbytes(ranks) + RingExchange.nbytes(ranks)
     return (yield from share_memory(mpi, comm, in_flight, 0, nbytes))
 
@@ -175,6 +176,7 @@ class Group:
         If the ranks did not all leave after the same collective, the communicators are not freed:
         other ranks may still use them.
         """
+        # A message left there could be delivered to a later communicator of the same identity.
         if not self.is_drained():
             return False
         if self._is_in_good_order():

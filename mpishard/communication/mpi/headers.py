@@ -89,6 +89,8 @@ class Headers:
 
     def __init__(self, rows: Sequence[bytes], own: Call, rank: int) -> None:
         self._rows = rows
+        # The usual case is that all rows begin alike, which is compared as bytes without decoding
+        # any.
         header = rows[rank][:HEADER_BYTES]
         self.identical = True
         """Whether all ranks called the same."""
@@ -212,6 +214,7 @@ class MessageExchange:
 
     def post(self, row: bytes) -> PostedMessage:
         """See `RingExchange`."""
+        # An all-gather needs rows of one length; in rings only the bytes of the row are written.
         row = row.ljust(ROW_BYTES, b"\0")
         rows = np.empty((self._headers.Get_size(), ROW_BYTES), np.uint8)
         request = self._headers.Iallgather([row, ROW_BYTES, self._byte], rows)
@@ -247,6 +250,7 @@ class RingExchange:
     def __init__(self, memory: Array, rank: int, ranks: int) -> None:
         self._rank = rank
         self._bytes = memoryview(memory)
+        # A memoryview, because reading one element of a NumPy array takes longer.
         self._numbers = self._bytes.cast("q")
         self._last = 0
         starts = range(0, ranks * _RING_BYTES, _RING_BYTES)
@@ -301,9 +305,11 @@ class RingExchange:
                 if numbers[mark] < number:
                     return
             rows = [bytes(memory[place]) for place in self._rows[number % SLOTS]]
+            # This rank's own row does not pass through memory.
             rows.insert(self._rank, posted.row)
             posted.rows, posted.done = rows, True
             self._posted.popleft()
+            # After the rows are copied: from then on the others may write their slots again.
             numbers[self._read] = number
 
     def _send(self) -> None:

@@ -85,6 +85,7 @@ class MPIJob:
         mpi, comm, survives = self.mpi, self._comm, self._survives
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
+        # Tests divide one machine into several nodes by a setting.
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
         mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
         # One exchange for the node of each rank and for the settings that must be alike.
@@ -94,6 +95,7 @@ class MPIJob:
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")
         usable = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+        # Launchers bind ranks to cores or let them share all, so that counting cores is not enough.
         cores = node.allgather(set(usable))
         self.cores_per_rank = _cores_per_rank(usable, cores)
         """Number of cores for this rank: its share of those on which it may run."""
@@ -140,6 +142,8 @@ class MPIJob:
 
     def tidy(self) -> None:
         """Leave the worlds whose backend is no longer referenced; free those that all have left."""
+        # Not by a finalizer: Python's garbage collector may run on another thread or inside a call
+        # of MPI.
         for group, reference in list(self._groups.items()):
             if reference() is None:
                 group.leave()
@@ -308,6 +312,7 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
 
 def _launched_ranks(mpi: ModuleType, comm: Comm) -> list[int]:
     """Return the number in ``COMM_WORLD`` of each rank of ``comm``, without communication."""
+    # Groups are local objects, so this needs no communication, which could hang before `meet`.
     ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     ranks: list[int] = mpi.Group.Translate_ranks(ours, None, all_of_launcher)
     ours.Free()

@@ -69,6 +69,7 @@ def load_mpi() -> ModuleType:
         If mpi4py or the MPI library that it needs is not installed.
     """
     try:
+        # Alone a process waits for no other, so mpi4py may start MPI as it always does.
         launched = settings.pmix_launcher() or (settings.launched_world_size() or 1) > 1
         if launched and "mpi4py.MPI" not in sys.modules:
             return _start_under_watch()
@@ -130,6 +131,7 @@ def call_uninterrupted(mpi: ModuleType, call: Callable[[], Result]) -> Result:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return call()
+    # Locks and no Event or Thread: those run Python code in which a signal's exception may strike.
     begun, over = threading.Lock(), threading.Lock()
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -231,6 +233,7 @@ def _short_descriptors(ranks: int) -> str:
         used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
     except OSError:  # not Linux
         return ""
+    # The soft limit: it counts unless the process itself raises it.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = used + _DESCRIPTORS + ranks
     if limit == resource.RLIM_INFINITY or limit >= needed:
@@ -306,6 +309,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     MPIUnavailableError
         Naming the library, the launcher and the fix.
     """
+    # PMIx sets no size; a rank above 0 shows that there are several processes.
     launched = settings.launched_world_size() or settings.pmix_rank() + 1
     if world_size > 1 or launched <= 1:
         return

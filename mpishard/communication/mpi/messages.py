@@ -119,6 +119,7 @@ class ScratchPool:
     def take(self, nbytes: int) -> Bytes:
         """Take a buffer of at least ``nbytes`` out of the pool, until `give`."""
         if self._free:
+            # The largest, which is last: lengths mostly repeat, so that it fits.
             best = self._free.pop()
             if best.size >= nbytes:
                 return best  # a buffer that is too small is dropped for a larger one
@@ -329,6 +330,7 @@ class Messages:
     def post(self, array: Array, destination: int, tag: int) -> list[Pending]:
         """Send ``array``, which must not change until the returned requests are complete."""
         host = to_host(array)
+        # Of one length, so that a receiver knows where the data begin.
         head = np.zeros(_HEAD_LENGTH, np.int64)
         head[:3] = DTYPES.index(host.dtype), is_device_array(array), host.ndim
         head[3 : 3 + host.ndim] = host.shape
@@ -393,6 +395,7 @@ class _Probe(Waitable):
         self._message: MPIMessage | None = None
 
     def test(self) -> bool:
+        # A matched probe takes the message out of MPI's queue, so it is called once only.
         if self._message is None:
             self._message = self._messages._comm.Improbe(self._source, self._tag, self._status)
         return self._message is not None

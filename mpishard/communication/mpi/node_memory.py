@@ -77,6 +77,7 @@ class RowChannel:
         fence: Callable[[], Waitable],
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
+        # Kept, because to make the views of each round takes longer than to copy small data.
         self._views: dict[tuple[int, np.dtype], _RowViews] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
@@ -197,6 +198,7 @@ def share_memory(
         return None
     memory, error = yield from _map(comm, in_flight, first, nbytes)
     failed, any_failed = np.array([memory is None], np.int32), np.empty(1, np.int32)
+    # All ranks use the memory or none does, because a channel is common to all.
     request = comm.Iallreduce(failed, any_failed, op=mpi.MAX)
     yield Pending([request], in_flight, failed, any_failed)
     if isinstance(error, OSError) and error.errno in _USED_UP:

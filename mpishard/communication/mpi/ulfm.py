@@ -83,6 +83,7 @@ class Ulfm:
             given.Set_errhandler(mpi.ERRORS_RETURN)
         self._mpi = mpi
         self._comm = comm.Dup()
+        # The group before any loss, in which the numbers of lost ranks are looked up.
         self._members = comm.Get_group()
         self._rank, self._world_size = comm.Get_rank(), comm.Get_size()
         self._unnoticed_since: float | None = None
@@ -214,6 +215,7 @@ class Ulfm:
             if flag[0]:  # well on all remaining ranks; the flag is the same on each
                 return
             undo()
+            # The next attempt begins from the smaller world, which lacks the ranks lost so far.
             base = comm
 
     def _wait(self, request: Request) -> None:

@@ -161,5 +161,6 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
 
 def _end(communicators: list[Communicator], *, in_good_order: bool) -> None:
     """End communicators, those of groups first."""
+    # In reverse order of their making: a group ends before the world that it was split off.
     while communicators:
         communicators.pop().end(in_good_order=in_good_order)

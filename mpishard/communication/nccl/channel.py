@@ -81,6 +81,7 @@ class NCCLChannel(MessageChannel):
         yield from self._communicator.run(post, sends, receives)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
+        # The sum over all ranks, which is the same on each: all must choose the same way.
         if sum(part.nbytes for part in parts) <= SMALL_BYTES:
             hosts = [np.empty(part.size, part.dtype) for part in parts]
             copy_into(hosts[self._rank], parts[self._rank])

@@ -55,6 +55,7 @@ class NCCLCollectives(Collectives):
     def _device_channel(self, headers: Headers) -> Channel:
         calls = headers.calls
         if sum(call.nbytes for call in calls) > SMALL_BYTES:
+            # Smaller arrays came with their headers, wherever they lie.
             large = [rank for rank, call in enumerate(calls) if call.nbytes > INLINE_BYTES]
             self._refuse_mixed(calls[0], {rank: headers.on_device(rank) for rank in large})
         return self._channel
@@ -96,6 +97,7 @@ class NCCLCollectives(Collectives):
         flat, result = array.reshape(-1), out.reshape(-1)
         if headers.all_inline:
             arrays = [headers.inline(rank) for rank in range(self._world_size)]
+            # Headers are in host memory, so that one copy brings all of them to the GPU.
             copy_into(result, np.concatenate(arrays))
             return out
         channel, target = self._group.channel, result

@@ -116,6 +116,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                         f"environment {self._environment_id!r} has {worlds[0].world_size} ranks, "
                         f"this backend was made for {self._world_size}"
                     )
+                # In any world of the id: two threads as one rank would pass one rendezvous twice.
                 if any(self._rank in world.members for world in worlds):
                     raise CommunicationError(
                         f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
@@ -144,6 +145,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     within.members.pop(member._rank, None)
                     within.left[member._rank] = member._sequence
                     member._initialized = False
+            # Also ranks of other groups, which may wait for this rank in their own wait.
             world.wake_all()
         if len(world.left) == world.world_size:
             _forget(self._environment_id, world)
@@ -386,6 +388,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
         arrays = yield from self._open(call, array, *([] if array is None else [array]))
+        # The root returns its own array, so only the others copy.
         if self._rank != root:
             sent = arrays[root]
             if array is None:
@@ -420,6 +423,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         values = yield from self._open(call, parts, *parts)
+        # Copies, because a sender may change its parts after the next rendezvous.
         received = [sent[self._rank].copy() for sent in values]
         yield from self._meet(call, 1, None, *received)
         return received
@@ -434,6 +438,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         child: World = values[0][color]
         rank = child.global_ranks.index(self._me)
         member = type(self)(rank, child.world_size, child.name, timeout=self._timeout)
+        # `_on_initialize` looks up an environment only for a root world, and enters this one here.
         member._world, member._me = child, self._me
         member._world_ranks = child.global_ranks
         return member
@@ -474,6 +479,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if not messages:
                 del world.messages[address]
         content = message.open()
+        # The sender of a copy waits for nothing.
         if not message.is_copy:
             with world.lock:  # the sender may sleep until the message is taken
                 message.is_taken = True

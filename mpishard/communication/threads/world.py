@@ -191,6 +191,7 @@ class World:
         shared = self.pages, self.lock, self.conditions, self.clock, self.failures
         worlds: dict[int, World] = {}
         for color in {color for color, _ in choices if color is not None}:
+            # Equal keys keep the order of the old ranks, as in MPI.
             order = sorted((key, rank) for rank, (c, key) in enumerate(choices) if c == color)
             ranks = tuple(self.global_ranks[rank] for _, rank in order)
             nodes = number_nodes([self.nodes[rank] for _, rank in order])
@@ -267,6 +268,7 @@ class World:
     def survive(self, rank: int) -> None:
         """Record that ``rank`` waits for the next world, and wake all ranks. Needs the lock."""
         if not self.failures:
+            # A rank that left is the likely reason; otherwise no rank is to blame.
             origin = min(self.left, default=NO_RANK)
             why = f"rank {origin} left, and " if self.left else ""
             text = f"{why}rank {rank} goes on without this world: it called shrink()"

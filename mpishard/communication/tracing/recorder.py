@@ -99,6 +99,7 @@ class TraceFile:
         self._pid = about["rank"]
         self._origin = origin
         self._named: set[int] = set()
+        # Renamed when it has its first lines, so that a reader never finds an empty trace.
         temporary = path.with_name(f".{path.name}.tmp")
         self._stream: TextIO = temporary.open("w", encoding="utf-8")
         try:
@@ -202,6 +203,7 @@ class Recorder:
 
         ``arguments`` may still change until the event is written.
         """
+        # The first events are kept and not the last, because a file cannot forget its beginning.
         if self._kept == self._maximum or not self.is_open:
             self._dropped += 1
             return
@@ -287,6 +289,7 @@ class InFlight:
         self._name = name
         self._arguments = arguments
         self._tid = next(row for row in count(Row.COMMUNICATION) if row not in recorder.lanes)
+        # A row of its own for each call in flight: spans that overlap in one row cannot be drawn.
         recorder.lanes.add(self._tid)
         self.start = recorder.now()
         if sent is not None:
@@ -427,6 +430,7 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
         # The interpreter has stored the exception that ends the script in ``sys``.
         recorder.finish(_reason(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)))
 
+    # At exit or when the backend is dropped, so that a script need not end its trace.
     weakref.finalize(backend, finish_at_exit)
     return recorder
 
