@@ -13,14 +13,14 @@ from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
     EXIT_LIMIT,
-    JobEnd,
+    Termination,
     TimeLimit,
 )
 from mpishard.communication.failure.report import short_traceback
 from mpishard.communication.failure.watchdog import SignalPipe, Watchdog
 
 
-class RecordedEnd(JobEnd):
+class RecordedEnd(Termination):
     """Writes down how the job would have ended."""
 
     def __init__(self):
@@ -395,7 +395,7 @@ def ended(monkeypatch):
     monkeypatch.setattr(ending_module, "_ignore_further_interrupts", lambda: None)
     monkeypatch.setattr(ending_module, "_OUTPUT_SECONDS", 0.0)
     monkeypatch.setattr(ending_module, "_abort", lambda code: codes.append(("job", code)))
-    monkeypatch.setattr(JobEnd, "claim_report", lambda self, code: True)
+    monkeypatch.setattr(Termination, "claim_report", lambda self, code: True)
     monkeypatch.setattr(os, "_exit", leave)
     return codes
 
@@ -415,9 +415,9 @@ def closed_stream():
 def test_a_broken_stream_stops_neither_a_warning_nor_the_end(make, ended, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", make())
     monkeypatch.setattr(sys, "stderr", make())
-    JobEnd(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
+    Termination(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
     with pytest.raises(ProcessEnded):
-        JobEnd(0, 2).fail(ValueError("boom"), "in collective 8")
+        Termination(0, 2).fail(ValueError("boom"), "in collective 8")
     monkeypatch.undo()
     assert ended == [("job", 1), ("process", 1)]
     shown = capfd.readouterr().err
@@ -432,7 +432,7 @@ def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, mon
 
     monkeypatch.setattr(ending_module, fails, fail)
     with pytest.raises(ProcessEnded):
-        JobEnd(0, 2).interrupt("here")
+        Termination(0, 2).interrupt("here")
     assert ended[-1] == ("process", 130)
     assert (("job", 130) in ended) == (fails != "_abort")
 
@@ -444,7 +444,7 @@ def test_work_on_a_gpu_is_stopped_before_the_job_ends(ended, fails):
         if fails:
             raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT")
 
-    ending = JobEnd(0, 2)
+    ending = Termination(0, 2)
     ending.stop = stop
     with pytest.raises(ProcessEnded):
         ending.give_up(300.0, "in collective 7", COLLECTIVE_LIMIT)
@@ -457,7 +457,7 @@ def test_an_exception_without_a_text_is_reported(ended, capfd):
             raise RuntimeError("no text")
 
     with pytest.raises(ProcessEnded):
-        JobEnd(0, 2).fail(NoTextError(), "here")
+        Termination(0, 2).fail(NoTextError(), "here")
     assert "NoTextError: (its text cannot be shown: RuntimeError)" in capfd.readouterr().err
 
 
@@ -465,11 +465,11 @@ def test_an_exception_without_a_text_is_reported(ended, capfd):
 def test_one_process_of_a_launcher_claims_the_report(monkeypatch):
     monkeypatch.setattr(ending_module, "_kept", [])
     monkeypatch.setattr(os, "getppid", lambda: 10**9)  # not that of a real job
-    assert JobEnd(0, 2).claim_report(1)
-    assert not JobEnd(1, 2).claim_report(1)
+    assert Termination(0, 2).claim_report(1)
+    assert not Termination(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
-    assert JobEnd(1, 2).claim_report(1)
+    assert Termination(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
 
@@ -530,11 +530,11 @@ def test_a_traceback_has_the_last_frame_of_this_package(monkeypatch):
 
 def test_a_status_page_has_the_exit_code_of_a_failure_only(ended, monkeypatch):
     claims = []
-    monkeypatch.setattr(JobEnd, "claim_report", lambda self, code: claims.append(code) or True)
+    monkeypatch.setattr(Termination, "claim_report", lambda self, code: claims.append(code) or True)
     monkeypatch.setattr(ending_module, "_one_thread", threading.Semaphore(2))
     for end in (
-        lambda: JobEnd(0, 2).report_dead_rank(1, "while it waited"),
-        lambda: JobEnd(0, 2).fail(ValueError("boom"), "in collective 8"),
+        lambda: Termination(0, 2).report_dead_rank(1, "while it waited"),
+        lambda: Termination(0, 2).fail(ValueError("boom"), "in collective 8"),
     ):
         with pytest.raises(ProcessEnded):
             end()

@@ -81,7 +81,7 @@ COLLECTIVE_LIMIT = TimeLimit("MPISHARD_TIMEOUT", settings.mpi_timeout)
 EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end=True)
 
 
-class JobEnd:
+class Termination:
     """The end of the whole job by one of its processes, and the reports on it.
 
     Parameters
@@ -337,9 +337,9 @@ def print_to_stderr(text: str) -> None:
                 file.write(data)
 
 
-def launched_ending() -> JobEnd:
-    """Return the `JobEnd` of a process that has no world yet."""
-    return JobEnd(settings.launched_rank(), settings.launched_world_size() or 1)
+def launched_ending() -> Termination:
+    """Return the `Termination` of a process that has no world yet."""
+    return Termination(settings.launched_rank(), settings.launched_world_size() or 1)
 
 
 def _set_deadline(code: int) -> None:

@@ -33,7 +33,7 @@ from mpishard.communication.contract.matching import who
 from mpishard.communication.failure.abort import (
     EXIT_LIMIT,
     STDERR,
-    JobEnd,
+    Termination,
     launched_ending,
     launcher_socket,
 )
@@ -137,7 +137,7 @@ def _leave_all() -> None:
             signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
 
 
-def _where_it_ends(job: JobEnd) -> str:
+def _where_it_ends(job: Termination) -> str:
     """Return the place at which this process is stuck at its end, to stand after "waited .. s"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if any(caller.f_code.co_name == "finalize_mpi" for caller, _ in walk_stack(frame)):

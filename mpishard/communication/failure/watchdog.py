@@ -37,7 +37,7 @@ from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
     STDERR,
-    JobEnd,
+    Termination,
     TimeLimit,
     launched_ending,
     print_to_stderr,
@@ -208,7 +208,7 @@ class Wait:
         The thread that checks its time.
     where : callable
         Returns the place, such as ``in collective 3, ..``. Called by the watchdog's thread.
-    ending : JobEnd
+    ending : Termination
         Ends the job if the wait is too long.
     slack : float
         Seconds, beyond the limits, that the wait may take although no rank is late.
@@ -218,7 +218,7 @@ class Wait:
 
     watchdog: Watchdog
     where: Callable[[], str]
-    ending: JobEnd
+    ending: Termination
     slack: float
     limit: TimeLimit
     since: float = 0.0
@@ -246,8 +246,8 @@ class Watchdog:
         """The clock of all waits, which does not count the time in which the job is suspended."""
         self.waits: list[Wait] = []
         """The present waits of this rank: one, unless several of its threads communicate."""
-        self._jobs: list[JobEnd] = []
-        self.last: JobEnd | None = None
+        self._jobs: list[Termination] = []
+        self.last: Termination | None = None
         """The job that was released last; its records can be read until the process ends."""
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
@@ -267,13 +267,13 @@ class Watchdog:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
 
-    def guard(self, job: JobEnd) -> None:
+    def guard(self, job: Termination) -> None:
         """Watch over ``job`` until `release`. Idempotent."""
         if job not in self._jobs:
             self._jobs.append(job)
         self.start()
 
-    def release(self, job: JobEnd) -> None:
+    def release(self, job: Termination) -> None:
         """Stop watching ``job``; the thread ends with the last job. Idempotent."""
         if job in self._jobs:
             self.last = job
@@ -289,7 +289,7 @@ class Watchdog:
     def wait(
         self,
         where: Callable[[], str],
-        ending: JobEnd | None = None,
+        ending: Termination | None = None,
         slack: float = 0.0,
         limit: TimeLimit = COLLECTIVE_LIMIT,
     ) -> Wait:
@@ -359,7 +359,7 @@ class Watchdog:
         elif number == signal.SIGINT and self._interrupted is None:
             self._interrupted = now, _main_thread_step()
 
-    def _ending(self) -> JobEnd:
+    def _ending(self) -> Termination:
         return self._jobs[0] if self._jobs else launched_ending()
 
     def _doing(self) -> str:

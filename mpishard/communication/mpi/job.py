@@ -26,7 +26,12 @@ from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.contract.work import Session
-from mpishard.communication.failure.abort import EXIT_LIMIT, JobEnd, flush_output, print_to_stderr
+from mpishard.communication.failure.abort import (
+    EXIT_LIMIT,
+    Termination,
+    flush_output,
+    print_to_stderr,
+)
 from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
@@ -63,7 +68,7 @@ class MPIJob:
         self.session = Session(self.rank)
         """The state that this rank's worlds share, and the error of a broken one."""
         self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
-        self.ending = JobEnd(self.rank, self.world_size, self.statuses, self._finish_traces)
+        self.ending = Termination(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
         """The lost ranks, which this rank outlives; None if it ends with them."""
