@@ -45,8 +45,8 @@ class TorchModel(PlacedVectorModel):
 
     As in a loop, a sharded optimizer leaves out a parameter that no rank has used, and one that
     requires no gradient any more: weight decay and momentum do not change it, and its moments and
-    count of updates stay. See also `LBFGS`, `OptaxRule`, and the optimizers that exchange data
-    between replicas, which take its gradient for 0.
+    count of updates stay. `LBFGS`, `OptaxRule`, optimizers that exchange data between replicas, and
+    steps with ``auto_sync_gradients=False`` take its gradient for 0.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     )
     from mpishard.base.blas import better_kernel, loaded_kernel
     from mpishard.base.compilation import compile_loop, numba_module
-    from mpishard.base.devices import HOST, Device, load_cupy
+    from mpishard.base.devices import HOST, Device, load_cupy, load_nccl
     from mpishard.base.errors import (
         CheckpointError,
         CollectiveMismatchError,

@@ -6,7 +6,9 @@ Only this module imports CuPy, when a GPU is first asked for.
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -34,6 +36,25 @@ def load_cupy() -> ModuleType:
             f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: {_INSTALL}"
         ) from error
     return cupy  # type: ignore[no-any-return]
+
+
+def load_nccl() -> ModuleType:
+    """Import and return ``cupy.cuda.nccl``.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        If CuPy is not installed, or cannot load the NCCL library.
+    """
+    load_cupy()
+    with warnings.catch_warnings(action="ignore"):  # the error below says the same
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        raise DeviceUnavailableError(
+            "NCCLCommunicationBackend needs NCCL, which CuPy cannot load. Fix: pip install "
+            "nvidia-nccl-cu12, or nvidia-nccl-cu13 for CuPy of CUDA 13"
+        )
+    return nccl
 
 
 @dataclass(frozen=True, slots=True)

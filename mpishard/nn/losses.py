@@ -26,6 +26,7 @@ from mpishard.base import (
     chunks,
     is_device_array,
     lies_on_device,
+    to_host,
 )
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
@@ -378,7 +379,7 @@ class CrossEntropy(Loss):
         classes = prediction_shape[-1]
         if is_device_array(target):
             outside = device_passes.count_outside(target, classes, self.ignore_index)
-            refuse_if_any(outside, lambda: self._refuse_outside(target, classes))
+            refuse_if_any(outside, lambda: self._refuse_outside(to_host(target), classes))
         else:
             self._refuse_outside(target, classes)
 

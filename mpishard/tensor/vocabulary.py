@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.base import NAMESPACES, Array, as_flag, chunks, require_type, wide
+import numpy as np
+
+from mpishard.base import NAMESPACES, Array, as_flag, chunks, is_device_array, require_type, wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
 from mpishard.nn import (
@@ -119,8 +121,13 @@ class VocabularyParallelEmbedding(SplitLayer):
         if self.sequence_parallel:
             dy = gather_time(self.backend, dy)
         local, is_here = self._localize(tokens.reshape(-1))
+        if is_device_array(dy):
+            # `add_rows` leaves out -1 there, and the host waits for no list of places.
+            own_N = NAMESPACES[type(dy)].where(is_here, local, -1)
+            add_rows(g["weight"], own_N, dy.reshape(-1, self.width))
+            return
         # Only tokens of this rank's rows are sorted and summed.
-        places_M = NAMESPACES[type(dy)].flatnonzero(is_here)
+        places_M = np.flatnonzero(is_here)
         add_rows(g["weight"], local[places_M], wide(dy.reshape(-1, self.width)[places_M]))
 
     def _localize(self, tokens: Array) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.communication.mpi import messages
 from mpishard.testing.worlds import in_worlds
@@ -172,3 +173,23 @@ def test_a_wrong_value_of_the_cuda_setting_is_refused(monkeypatch):
     monkeypatch.setenv("MPISHARD_CUDA_AWARE", "yes")
     with pytest.raises(ValueError, match="MPISHARD_CUDA_AWARE must be 0 or 1"):
         InMemoryCommunicationBackend(0, 1, "switch").initialize()
+
+
+@in_worlds(1, 2, 3)
+@pytest.mark.parametrize("operation", ms.ReductionOperation)
+@pytest.mark.parametrize("length", [40, 30_000])
+def test_reductions_of_tiny_numbers_have_the_bits_of_the_host(backend, gpu, operation, length):
+    """CuPy's own functions replace float32 numbers below 1.2e-38 by 0."""
+    use_device_of(backend, gpu)
+    generator = np.random.default_rng(backend.rank)
+    values = generator.standard_normal(length).astype("float32")
+    values[::2] *= np.float32(1e-39)
+    values[1::4] *= np.float32(1e-30)
+    values[:3] = np.nan, np.inf, -np.inf
+    expected = backend.all_reduce(values.copy(), operation)
+    found = backend.all_reduce(gpu.asarray(values), operation)
+    np.testing.assert_array_equal(found.get(), expected)
+    found = backend.reduce_scatter(gpu.asarray(values), operation)
+    np.testing.assert_array_equal(found.get(), backend.reduce_scatter(values, operation))
+    tiny = np.abs(expected[expected != 0])
+    assert np.nanmin(tiny) < np.finfo("float32").smallest_normal or operation.name == "PRODUCT"

@@ -9,9 +9,8 @@ import pytest
 from cupy_stand_in import installed
 
 import mpishard as ms
-from mpishard.base.devices import Device, load_cupy
+from mpishard.base.devices import Device, load_cupy, load_nccl
 from mpishard.communication import NCCLCommunicationBackend, ReductionOperation
-from mpishard.communication.nccl.communicator import load_nccl
 from mpishard.errors import DeviceUnavailableError
 from mpishard.testing.reductions import tree_reduce
 

@@ -96,6 +96,15 @@ def test_views_know_their_memory(gpu):
     assert gpu.arange(3).take(gpu.asarray([1, 3])).get().tolist() == [1, 0]  # wraps
 
 
+def test_functions_replace_tiny_float32_numbers_by_0_and_copies_do_not(gpu):
+    tiny = gpu.asarray(np.array([1e-39, -1e-39], np.float32))
+    assert (tiny * 2.0).get().tolist() == [0, 0]
+    assert (tiny + tiny).get().tolist() == [0, 0]
+    assert (gpu.asarray(np.array([1e-30], np.float32)) * 1e-10).get().tolist() == [0]
+    assert (tiny.copy().get() != 0).all()
+    assert (gpu.asarray(np.array([1e-310])) * 2.0).get() == 2e-310  # float64
+
+
 def test_running_sums_have_rounding_errors(gpu):
     values = gpu.asarray(np.array([1e8, 1.0], np.float32))
     sums = gpu.add.reduceat(values, gpu.asarray([0, 1]))

@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -48,6 +48,7 @@ from mpishard.communication.contract.call import (
 from mpishard.communication.contract.matching import check_calls, divergence, group_label
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
+    Reductions,
     TreeReducer,
     accumulation_dtype,
     check_reducible,
@@ -137,7 +138,7 @@ class CommunicationBackend(ITransport):
         and its checks. Set it alike on all ranks. In memory and in a world of one it saves
         nothing.
         """
-        self.reductions: Literal["exact", "fast"] = "exact"
+        self.reductions: Reductions = "exact"
         """Whether sums have the one order, or on GPUs that of a faster library.
 
         Only `NCCLCommunicationBackend` offers the latter.

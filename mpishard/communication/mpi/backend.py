@@ -144,6 +144,11 @@ class MPICommunicationBackend(CommunicationBackend):
         return self._nodes
 
     @property
+    def _kind(self) -> str:
+        """The backend and its settings, which must be the same on every rank, for errors."""
+        return "mpi"
+
+    @property
     def cores_per_rank(self) -> float:
         """Number of cores for this rank; below 1 if ranks share cores."""
         return self._joined()[0].cores_per_rank
@@ -166,7 +171,8 @@ class MPICommunicationBackend(CommunicationBackend):
             raise self._not_ready_error()
         is_new = self._job is None
         if self._job is None:
-            self._job = MPIJob(self._mpi, self._comm, survives=self._on_failure == "shrink")
+            survives = self._on_failure == "shrink"
+            self._job = MPIJob(self._mpi, self._comm, self._kind, survives=survives)
         job = self._job
         if self._group is None or self._group.is_leaving:
             if not self._is_root:

@@ -56,12 +56,14 @@ class MPIJob:
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
         The root world. `meet` is collective over it.
+    kind : str
+        The backend and its settings, which must be the same on every rank.
     survives : bool
         Whether its ranks go on if another is gone.
     """
 
-    def __init__(self, mpi: ModuleType, comm: Comm, *, survives: bool = False) -> None:
-        self._comm, self._survives = comm, survives
+    def __init__(self, mpi: ModuleType, comm: Comm, kind: str, *, survives: bool = False) -> None:
+        self._comm, self._kind, self._survives = comm, kind, survives
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.mpi = mpi
@@ -92,7 +94,8 @@ class MPIJob:
         ranks = node.allgather(self.rank)
         # Tests divide one machine into several nodes by a setting.
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
-        mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
+        on_failure = "shrink" if survives else "abort"
+        mine = {**settings.alike(), "on_failure": on_failure, "backend": self._kind}
         # One exchange for the node of each rank and for the settings that must be alike.
         rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
         _require_alike([row[2] for row in rows])

@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
-from mpishard.base import Array, Device, is_device_array
+from mpishard.base import Array, Device, is_device_array, load_nccl
 from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.reduction import Reductions
 from mpishard.communication.contract.work import Steps, Work
 from mpishard.communication.failure.report import OnFailure
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.group import Group
-from mpishard.communication.mpi.job import MPIJob
 from mpishard.communication.nccl.channel import NCCLChannel
 from mpishard.communication.nccl.collectives import NCCLCollectives, goes_by_host
-from mpishard.communication.nccl.communicator import Communicator, NCCLHandle, load_nccl
+from mpishard.communication.nccl.communicator import Communicator, NCCLHandle
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
-
-Reductions = Literal["exact", "fast"]
-"""Who adds up arrays on GPUs: see `NCCLCommunicationBackend`."""
 
 _log = logging.getLogger("mpishard")
 
@@ -72,15 +69,19 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         self.reductions = reductions
         self._device = Device.parse("cuda")
         self._communicators: list[Communicator] = []  # of this world and all that were split off it
-        self._split_off: NCCLHandle | None = (
-            None  # the communicator that NCCL has split off for this group
-        )
+        # The communicator that NCCL has split off for this group.
+        self._split_off: NCCLHandle | None = None
+
+    @property
+    def _kind(self) -> str:
+        return f"nccl, {self.reductions}"
 
     def _on_initialize(self) -> None:
         super()._on_initialize()
         if self._is_root:
             made = self._communicators  # not self, which the job must not keep
-            self._joined_job().ending.stop = partial(_end, made, in_good_order=False)
+            assert self._job is not None
+            self._job.ending.stop = partial(_end, made, in_good_order=False)
             if self.reductions == "fast" and self._rank == 0:
                 _log.warning(
                     "reductions='fast': NCCL adds up arrays on GPUs in an order of its own, so "
@@ -90,23 +91,15 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
     def _make_collectives(self, group: Group) -> Collectives:
         self._device = self._device.for_rank(self.local_rank)
         self._device.use()
-        job = self._joined_job()
-        communicator = Communicator(
-            group,
-            self.world_ranks,
-            self._device,
-            lambda where: job.wait(lambda: where),
-            self._split_off,
+        job, ranks = self._job, self.world_ranks
+        assert job is not None
+        self._communicator = made = Communicator(
+            group, ranks, self._device, lambda where: job.wait(lambda: where), self._split_off
         )
-        self._communicators.append(communicator)
-        self._communicator = communicator
+        self._communicators.append(made)
         is_fast = self.reductions == "fast"
-        channel = NCCLChannel(group, communicator, self._reducer, is_fast=is_fast)
+        channel = NCCLChannel(group, made, self._reducer, is_fast=is_fast)
         return NCCLCollectives(self, group, channel)
-
-    def _joined_job(self) -> MPIJob:
-        assert self._job is not None
-        return self._job
 
     def _on_shutdown(self) -> None:
         # NCCL's communicators of groups end with the root, because a rank of a group may still read

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpishard.base import Array, address, array_namespace, copy_into, is_device_array, load_cupy
+from mpishard.base import (
+    Array,
+    address,
+    array_namespace,
+    copy_into,
+    is_device_array,
+    load_cupy,
+    load_nccl,
+)
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import MessageChannel
-from mpishard.communication.nccl.communicator import Communicator, NCCLHandle, load_nccl
+from mpishard.communication.nccl.communicator import Communicator, NCCLHandle
 
 SMALL_BYTES = 1 << 16
 """Most bytes of GPU data that travel through the host, because NCCL takes longer to begin."""

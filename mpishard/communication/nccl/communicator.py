@@ -13,19 +13,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import (
-    CommunicationError,
-    Device,
-    DeviceUnavailableError,
-    address,
-    load_cupy,
-    settings,
-)
+from mpishard.base import CommunicationError, Device, address, load_cupy, load_nccl, settings
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.group import Group
@@ -65,23 +57,6 @@ class NCCLHandle(Protocol):
 
 Post = Callable[[NCCLHandle, int], None]
 """A function that puts work on a stream, which is given by its address."""
-
-
-def load_nccl() -> ModuleType:
-    """Return ``cupy.cuda.nccl``.
-
-    Raises
-    ------
-    DeviceUnavailableError
-        If CuPy or the NCCL library cannot be loaded.
-    """
-    nccl: ModuleType = load_cupy().cuda.nccl
-    if not nccl.available:
-        raise DeviceUnavailableError(
-            "NCCLCommunicationBackend needs NCCL, which CuPy cannot load. Fix: pip install "
-            "nvidia-nccl-cu12, or nvidia-nccl-cu13 for CuPy of CUDA 13"
-        )
-    return nccl
 
 
 def _machine() -> str:
@@ -128,22 +103,22 @@ class Communicator:
         ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
         until the work is done. Every rank of the group calls it in the same order.
         """
-        self._require_whole()
         if not self._is_connected:
             yield from self._begin()
-        assert self._made is not None
+        self._require_whole()
         with self._wait("in NCCL for other ranks"), self._cuda.Device(self._device.index):
-            done = self._put(self._made, post)
+            done = self._put(post)
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
 
-    def _put(self, made: NCCLHandle, post: Post) -> Any:
+    def _put(self, post: Post) -> Any:
         """Put work on the stream, after that of the current stream; return the event of its end."""
         # Events without timing are cheaper, and nobody reads their times.
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
         self._stream.wait_event(ready)
-        post(made, self._stream.ptr)
+        assert self._made is not None
+        post(self._made, self._stream.ptr)
         done.record(self._stream)
         return done
 
@@ -166,9 +141,10 @@ class Communicator:
 
     def end(self, *, in_good_order: bool) -> None:
         """End it. Work that is not done is waited for if ``in_good_order``, and else aborted."""
-        made, self._made, self._stream, self._is_over = self._made, None, None, True
+        made, self._made, self._is_over = self._made, None, True
         if made is not None:
             made.destroy() if in_good_order else made.abort()
+        self._stream = None
 
     def _require_whole(self) -> None:
         if self._is_over:
@@ -178,19 +154,12 @@ class Communicator:
 
     def _begin(self) -> Steps:
         """Enter NCCL with the ranks of the group, and connect to each of them."""
-        made = self._made  # NCCL may have split it off another communicator
-        unique = None if made is not None else (yield from self._exchange_id())
-
-        def make() -> NCCLHandle:
-            if made is not None:
-                return made
-            group = self._group
-            new: NCCLHandle = load_nccl().NcclCommunicator(group.world_size, unique, group.rank)
-            return new
-
-        entry = _Entry(lambda: self._enter(make))
-        yield entry
-        self._made, self._is_connected = entry.made, True
+        self._require_whole()
+        unique = b""  # not needed for a communicator that was split off another one
+        if self._made is None:
+            unique = yield from self._exchange_id()
+        yield _Entry(lambda: self._enter(unique))
+        self._is_connected = True
 
     def _exchange_id(self) -> Steps:
         """Return the unique id, after an exchange of it and of the ranks' GPUs."""
@@ -207,26 +176,27 @@ class Communicator:
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
         return rows[0, :_ID_BYTES].tobytes()
 
-    def _enter(self, make: Callable[[], NCCLHandle]) -> NCCLHandle:
-        """Make the communicator, and exchange a byte with each rank."""
+    def _enter(self, unique: bytes) -> None:
+        """Make the communicator, if there is none, and exchange a byte with each rank."""
         # By default NCCL connects ranks at the first use of each of its algorithms. That use blocks
         # until the other ranks come to it, which may wait for this one in another world.
         settings.write_default("NCCL_RUNTIME_CONNECT", "0")
-        nccl, cupy, ranks = load_nccl(), load_cupy(), range(self._group.world_size)
+        nccl, cupy, count = load_nccl(), load_cupy(), self._group.world_size
 
         def post(made: NCCLHandle, stream: int) -> None:
             nccl.groupStart()
-            for rank in ranks:
+            for rank in range(count):
                 made.send(address(sent) + rank, 1, nccl.NCCL_UINT8, rank, stream)
                 made.recv(address(received) + rank, 1, nccl.NCCL_UINT8, rank, stream)
             nccl.groupEnd()
 
         with self._cuda.Device(self._device.index):
-            made = make()
+            if self._made is None:
+                # Before the exchange, in which the watchdog may abort it.
+                self._made = nccl.NcclCommunicator(count, unique, self._group.rank)
             self._stream = self._cuda.Stream(non_blocking=True)
-            sent, received = cupy.zeros(len(ranks), np.uint8), cupy.empty(len(ranks), np.uint8)
-            self._put(made, post).synchronize()
-        return made
+            sent, received = cupy.zeros(count, np.uint8), cupy.empty(count, np.uint8)
+            self._put(post).synchronize()
 
     def _refuse_shared_gpus(self, places: Sequence[str]) -> None:
         """Refuse ranks that have one GPU, on all ranks, because NCCL's error names none."""
@@ -249,11 +219,9 @@ class _Entry(Waitable):
     A rank that blocked itself would let others wait in its other worlds, where they may block, too.
     """
 
-    __slots__ = ("_enter", "_error", "_thread", "made")
+    __slots__ = ("_enter", "_error", "_thread")
 
-    def __init__(self, enter: Callable[[], NCCLHandle]) -> None:
-        self.made: NCCLHandle | None = None
-        """The communicator."""
+    def __init__(self, enter: Callable[[], None]) -> None:
         self._enter = enter
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mpishard-nccl", daemon=True)
@@ -261,7 +229,7 @@ class _Entry(Waitable):
 
     def _run(self) -> None:
         try:
-            self.made = self._enter()
+            self._enter()
         except BaseException as error:  # noqa: BLE001 - raised by `test`
             self._error = error
 

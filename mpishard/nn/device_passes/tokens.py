@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Kernel
+from mpishard.base import NAMESPACES, Array, Kernel, beside
 from mpishard.nn.device_passes.text import SUMS, elementwise
 
 # A token outside of the table gives NaN: the host would have to wait to refuse it.
@@ -106,9 +106,13 @@ extern "C" __global__ void count_outside(const long long* values, T* found, long
 
 
 def count_outside(values: Array, stop: int, allowed: int = 0) -> Array:
-    """Return the number of integers that are neither in [0, stop) nor the allowed value."""
+    """Return the number of integers that are neither in [0, stop) nor the allowed value.
+
+    The values may lie on another GPU.
+    """
     found = NAMESPACES[type(values)].empty((), np.float64)
-    _COUNT_OUTSIDE.launch(1, np.float64, int64(values), found, values.size, stop, allowed)
+    here = int64(beside(values, found))
+    _COUNT_OUTSIDE.launch(1, np.float64, here, found, values.size, stop, allowed)
     return found
 
 

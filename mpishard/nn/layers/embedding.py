@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, array_namespace, check_sizes, is_device_array, wide
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    array_namespace,
+    check_sizes,
+    is_device_array,
+    to_host,
+    wide,
+)
 from mpishard.contracts import LayerCategory
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any
@@ -74,7 +82,7 @@ class Embedding(Layer):
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if is_device_array(x):
             outside = device_passes.count_outside(x, self.vocabulary_size)
-            refuse_if_any(outside, lambda: self._refuse_outside(x))
+            refuse_if_any(outside, lambda: self._refuse_outside(to_host(x)))
         elif x.size:
             # NumPy counts negative indices from the end: it would return the last row for -1.
             self._refuse_outside(x)

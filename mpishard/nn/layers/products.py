@@ -33,11 +33,10 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
     """
     if a.dtype != BFLOAT16:
         xp = NAMESPACES[type(a)]
-        precision = None if xp is np else device_passes.precision_of(a)
-        if precision is None:
+        if xp is np or device_passes.precision_of(a) is None:
             y = xp.matmul(a, b, out=out)
         else:
-            y = device_passes.multiply(a, b, out, precision)
+            y = device_passes.multiply(a, b, out)
         if bias is not None:
             y += bias
         return y

@@ -30,6 +30,7 @@ from mpishard.contracts import (
     ModelMetadata,
 )
 from mpishard.data import map_arrays
+from mpishard.nn.checks import read_together
 from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
 from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_infos
 from mpishard.nn.layers.initializers import parameter_generator
@@ -405,8 +406,9 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 f"this {type(self).__name__} has no default loss; pass loss_function"
             )
         require_type("loss_function", loss, ILossFunction)
-        x = self.as_input(x)
-        loss.check_target(self._prediction_shape(x), y)
+        with read_together():
+            x = self.as_input(x)
+            loss.check_target(self._prediction_shape(x), y)
         y = map_arrays(self._put, y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
