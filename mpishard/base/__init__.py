@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         NAMESPACES,
         SQUARES_BLOCK,
         Array,
+        DType,
         address,
         array_namespace,
         as_array,

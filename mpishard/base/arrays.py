@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from mpishard.base.kernels import Kernel
 
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
+
+DType: TypeAlias = np.dtype[Any]
+"""A dtype of NumPy, which CuPy's arrays have too."""
 
 SQUARES_BLOCK = 1024
 """Number of elements in a block of `block_squares`."""

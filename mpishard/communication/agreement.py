@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import CheckpointError, CommunicationError
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -208,5 +209,5 @@ def _gather_values(backend: CommunicationBackend, value: object, subject: int = 
     return [json.loads(line) for line in lines]
 
 
-def _encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _encode(text: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(text.encode(errors=_SURROGATES), np.uint8).copy()

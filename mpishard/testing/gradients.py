@@ -187,6 +187,7 @@ def check_layer_gradients(
 
     checker = _Checker(samples, seed)
     if x.dtype.kind == "f":
+        assert dx is not None, "backward gave no gradient of an input of real numbers"
         checker.add("input", x, dx, evaluate)
     for name, value in values.items():
         checker.add(name, value, gradients[name], evaluate)
@@ -421,6 +422,7 @@ def check_parallel_layer(
     _compare("output", own_y, take_output(y), tolerance)
     own_dx, own_gradients = check_layer_promises(layer, owns, own_x, own_r)
     if dx is not None:
+        assert own_dx is not None, "the parallel layer gave no gradient of its input"
         _compare("input's gradient", own_dx, take_input(dx), tolerance)
     written = _written_gradients(layer, owns, own_x, own_r)
     for name, gradient in gradients.items():

@@ -136,7 +136,8 @@ class Allocations:
         number, offset = location
         memory = self._memory[number]()
         assert memory is not None
-        return memory[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+        view: Array = memory[offset : offset + like.nbytes].view(like.dtype)
+        return view.reshape(like.shape)
 
     def shared_arrays(
         self,

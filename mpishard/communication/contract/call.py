@@ -23,6 +23,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     CommunicationError,
+    DType,
     array_namespace,
     as_flag,
     as_index,
@@ -35,7 +36,7 @@ from mpishard.communication.contract.reduction import ReductionOperation, accumu
 if TYPE_CHECKING:
     from mpishard.communication.contract.arena import Nodes
 
-DTYPES: tuple[np.dtype, ...] = tuple(
+DTYPES: tuple[DType, ...] = tuple(
     np.dtype(t)
     for t in (
         np.bool_,
@@ -106,7 +107,7 @@ class Call:
     sequence: int
     kind: CollectiveKind
     operation: ReductionOperation | None
-    dtype: np.dtype | None
+    dtype: DType | None
     shape: tuple[int, ...] | None
     root: int
     counts_hash: int
@@ -355,7 +356,7 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    def share_reduce(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: np.dtype) -> None:
+    def share_reduce(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a reduction of arrays that each node's ranks share.
 
         ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
@@ -371,7 +372,7 @@ class Traffic:
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def share_gather(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: np.dtype) -> None:
+    def share_gather(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a gather of pieces of ``sizes`` elements, once to each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
@@ -428,7 +429,7 @@ def check_array(
         )
 
 
-def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype, name: str) -> None:
+def check_out(out: Array, shape: tuple[int, ...], dtype: DType, name: str) -> None:
     """Refuse an ``out`` for a result of this ``shape`` and ``dtype``; errors as `check_array`."""
     check_array(out, name, is_written=True)
     if out.shape != shape or out.dtype != dtype:
@@ -488,9 +489,9 @@ def piece_sizes(
 
 def refuse_other_message(
     size: int,
-    dtype: np.dtype,
+    dtype: DType,
     expected_size: int,
-    expected_dtype: np.dtype | None,
+    expected_dtype: DType | None,
     source: int,
     tag: int,
 ) -> None:

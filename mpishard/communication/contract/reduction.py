@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from mpishard.base import Array, Kernel, array_namespace, chunk_length, is_device_array
+from mpishard.base import Array, DType, Kernel, array_namespace, chunk_length, is_device_array
 
 
 class ReductionOperation(IntEnum):
@@ -50,7 +50,7 @@ _MEANINGLESS = ("", "", "c", "c", "iub")
 """Kinds of dtypes for which an operation has no meaning, by the operation's number."""
 
 
-def check_reducible(dtype: np.dtype, operation: object) -> None:
+def check_reducible(dtype: DType, operation: object) -> None:
     """Refuse an operation that has no meaning for a dtype.
 
     Raises
@@ -82,7 +82,7 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 
 
 @functools.cache
-def accumulation_dtype(dtype: np.dtype) -> np.dtype:
+def accumulation_dtype(dtype: DType) -> DType:
     """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
     # The kind of ml_dtypes' bfloat16 is "V", as of any dtype that NumPy does not know.
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
@@ -127,9 +127,7 @@ def _divide(sums: Array, divisor: int, out: Array) -> None:
 
 
 @functools.cache
-def _combiner(
-    xp: ModuleType, operation: ReductionOperation, dtype: np.dtype
-) -> Callable[..., object]:
+def _combiner(xp: ModuleType, operation: ReductionOperation, dtype: DType) -> Callable[..., object]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
     # NumPy's and CuPy's functions have the same names, so one look-up serves both.
     ufunc: Callable[..., Array] = getattr(xp, _UFUNCS[operation])
@@ -281,7 +279,7 @@ class TreeReducer:
             if result is not target or not direct:
                 out[start:stop] = result
 
-    def _buffers(self, xp: ModuleType, dtype: np.dtype, length: int, count: int) -> list[Array]:
+    def _buffers(self, xp: ModuleType, dtype: DType, length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < length:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mpishard.base import (
     Array,
+    DType,
     ShardLayout,
     array_namespace,
     is_device_array,
@@ -267,7 +268,7 @@ class MessageChannel:
 
 
 def _as_bytes(array: Array) -> Array:
-    return array.view(array_namespace(array).uint8)
+    return array.view(np.uint8)
 
 
 class MessageRequest(Pending):
@@ -357,9 +358,7 @@ class Messages:
 
     # --------------------------------------------------------------------------------- receiving
 
-    def receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype | None, sender: int
-    ) -> Steps:
+    def receive(self, source: int, count: int, tag: int, dtype: DType | None, sender: int) -> Steps:
         """Take the next message; return its array, and whether it came from a GPU.
 
         ``sender`` is the number of ``source`` in the root world, for errors.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpishard.base import Array, settings
+from mpishard.base import Array, DType, settings
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
@@ -78,7 +78,7 @@ class RowChannel:
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
         # Kept, because to make the views of each round takes longer than to copy small data.
-        self._views: dict[tuple[int, np.dtype], _RowViews] = {}
+        self._views: dict[tuple[int, DType], _RowViews] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so is aligned for every dtype.
@@ -146,13 +146,13 @@ class RowChannel:
             if other != self._rank:
                 slot[: parts[other].size] = parts[other]
 
-    def _take(self, dtype: np.dtype) -> list[Array]:
+    def _take(self, dtype: DType) -> list[Array]:
         """Return the slots of all rows that are meant for this rank, and end the round."""
         slots = self._next_rows(dtype).incoming
         self._turn = 1 - self._turn
         return slots
 
-    def _next_rows(self, dtype: np.dtype) -> _RowViews:
+    def _next_rows(self, dtype: DType) -> _RowViews:
         """Return the ranks' rows in the set that is next in turn, as arrays of ``dtype``."""
         # Two sets, because with one a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn

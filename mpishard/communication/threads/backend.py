@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn, Self
 
-import numpy as np
-
 from mpishard.base import (
     Array,
     CollectiveTimeoutError,
     CommunicationError,
+    DType,
     PeerError,
     ShardLayout,
     address,
@@ -468,7 +467,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             world.wake([destination])
         return message
 
-    def _steps_receive(self, source: int, count: int, tag: int, dtype: np.dtype | None) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: DType | None) -> Steps:
         world, address = self._joined(), (source, self._rank, tag)
         yield Condition(lambda: address in world.messages)
         with world.lock:
