@@ -279,7 +279,7 @@ def _loss_function(
 
 def check_layer_promises(
     layer: Layer, values: Mapping[str, Array], x: Array, r: Array
-) -> tuple[Array, dict[str, Array]]:
+) -> tuple[Array | None, dict[str, Array]]:
     """Check the promises of `Layer` for one input and one gradient of the output.
 
     Input and parameters are read-only arrays, which raise if the layer writes to them.
