@@ -61,7 +61,7 @@ def same_outcome(backend: CommunicationBackend | None, subject: int = 0) -> Iter
 def agree(
     backend: CommunicationBackend | None, prepare: Callable[[], Value], subject: int = 0
 ) -> list[Value]:
-    """Return what ``prepare()`` returns on each rank, or raise on every rank. Collective.
+    """Return the ranks' values of ``prepare()``, or raise on every rank. Collective.
 
     Parameters
     ----------

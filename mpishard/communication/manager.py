@@ -150,7 +150,7 @@ def _ours(reduced: Array | None = None) -> CommunicationBackend:
             "CommunicationManager.initialize(backend) on every rank, each with its own"
         )
     if reduced is not None:
-        array_namespace(reduced)  # refuses what is no array
+        array_namespace(reduced)  # refuses other objects
         if reduced.dtype not in _REDUCIBLE:
             raise NotImplementedError(
                 f"the CommunicationManager reduces float32 and float64, got {reduced.dtype}; the "

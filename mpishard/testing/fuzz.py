@@ -181,7 +181,7 @@ class _SequenceRun:
         check(work.wait())
         self._good += self._at.method != "message"
 
-    # ---------------------------------------------------------------------- what goes in and out
+    # --------------------------------------------------------------------- arguments and results
 
     def _input(self, step: SequenceStep, rank: int) -> Array:
         shape = (step.rows[rank], *step.trailing)

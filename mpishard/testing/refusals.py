@@ -1,4 +1,4 @@
-"""Checks of wrong calls, which a communication backend must refuse and go on after."""
+"""Checks that a communication backend refuses wrong calls, and works afterwards."""
 
 from __future__ import annotations
 

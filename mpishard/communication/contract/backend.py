@@ -151,7 +151,7 @@ class CommunicationBackend(ITransport):
         self.recorder: Recorder | None = None
         """The recorder of a trace, until this backend is shut down; None if none is recorded."""
 
-    # ------------------------------------------------------------------------------ who is where
+    # --------------------------------------------------------------------------- ranks and nodes
 
     @property
     def rank(self) -> int:
@@ -1226,7 +1226,7 @@ class CommunicationBackend(ITransport):
         return self.world_size == 1 and is_device_array(array)
 
     def _steps_alone(self, call: Call, array: Array, out: Array | None) -> Steps:
-        """A collective of a world of one on a GPU: one copy at most, for which nobody waits."""
+        """Run a collective of a world of one on a GPU: at most one copy, without a wait."""
         self._verify([call])
         yield from ()  # steps are a generator, of which these wait for nothing
         if out is None:

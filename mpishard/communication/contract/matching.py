@@ -44,7 +44,8 @@ def check_calls(
     group : str
         The label of this world in messages; empty for a root world.
     divergence : callable
-        Takes a collective's number; says where, up to it, the ranks went different ways, if known.
+        Takes the number of a collective; returns a sentence on the first divergence of the ranks up
+        to it, which is empty if there is none.
     subject_text : callable
         Takes `Call.subject`; returns the name of the model and the unit.
 

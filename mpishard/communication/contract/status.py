@@ -97,7 +97,7 @@ class RankRecord:
     rank : int
         Its number in the root world.
     state : RankState, optional
-        None if the rank has not come to ``init``, or if ``is_known`` is False.
+        None if the rank has not called ``init``, or if ``is_known`` is False.
     is_known : bool
         Whether its page can be read from here.
     is_alive : bool
@@ -430,7 +430,7 @@ class StatusReader:
                 elif isinstance(path, Path) and path.parent == self._folder:
                     found[rank] = _read(_open(path, rank))
         found[self.page.rank] = self.page.read()
-        # A rank without a page in the job's folder has not come to init.
+        # A rank without a page in the job's folder has not called init.
         is_known = self._folder is not None and not self._paths
         return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
 

@@ -194,7 +194,7 @@ class Termination:
         stall = "" if limit.is_at_end else self.describe_stall()
         self.end(limit.text(self.name, waited, where, "") + stall, settings.EXIT_TIMEOUT)
 
-    # ----------------------------------------------------------------------- what the ranks do
+    # ----------------------------------------------------------------------- activity of ranks
 
     def dead_rank(self) -> int | None:
         """Return a rank of this node whose process is gone though it has not left, or None."""
@@ -330,7 +330,7 @@ def print_to_stderr(text: str) -> None:
         except OSError:
             folder = settings.job_folder()
             if folder is None or not folder.is_dir():  # it may be on another machine
-                with suppress(OSError):  # closed, too: nobody wants to know
+                with suppress(OSError):  # closed, too: there is no other place
                     os.write(STDOUT, data)
                 return
             with suppress(OSError), (folder / UNPRINTED).open("ab") as file:

@@ -58,7 +58,7 @@ def longest_waiting(records: Sequence[RankRecord]) -> int | None:
 
 
 def verdict(records: Sequence[RankRecord], now: float) -> str:
-    """Name the odd ones out, and say what they do instead, in a few sentences.
+    """Name the odd ones out and their activity, in a few sentences.
 
     If there is no odd one out, name the circle, or say that all ranks have called.
 
@@ -99,7 +99,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
 
 
 def unfinished(records: Sequence[RankRecord], now: float) -> str:
-    """Name the ranks that have not finished, and say what they do, in a few sentences.
+    """Name the ranks that have not finished and their activity, in a few sentences.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def describe_departure(
     awaited: Call | MessageWait,
     records: Sequence[RankRecord],
 ) -> str:
-    """Say that a rank left a world in which another one waits for it, and what to look for.
+    """Describe the departure of a rank for which another one waits, with advice to the user.
 
     Parameters
     ----------

@@ -47,7 +47,7 @@ _STUCK_SECONDS = 2.0  # after Ctrl-C, without a step of the main thread
 
 
 def is_free(number: signal.Signals) -> bool:
-    """Return whether only this package, or nobody, has a handler for a signal."""
+    """Return whether a signal has no handler, or one of this package."""
     present = signal.getsignal(number)
     if present is signal.SIG_DFL:
         return True

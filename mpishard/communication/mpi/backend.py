@@ -473,7 +473,7 @@ class MPICommunicationBackend(CommunicationBackend):
         array, on_device = yield from mail.receive(source, count, tag, dtype, sender)
         return to_device(array) if on_device else array
 
-    # ------------------------------------------------------------------------ where a rank is gone
+    # ---------------------------------------------------------------------------------- lost ranks
 
     def _require_survival(self, what: str) -> None:
         """Refuse ``what`` if the ranks of this world end together."""

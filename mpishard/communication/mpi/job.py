@@ -245,7 +245,7 @@ class MPIJob:
             calls = [(work.awaited, work.done) for work in works if isinstance(work.awaited, Call)]
             yield group, calls, min(group.departures().values(), default=group.sequence)
 
-    # ------------------------------------------------------------------------ where a rank is gone
+    # ---------------------------------------------------------------------------------- lost ranks
 
     def check_losses(self, where: str) -> None:
         """Raise `PeerError` if ranks outlive each other and one is gone."""

@@ -220,7 +220,7 @@ class MessageChannel:
 
         All arrays lie on one device.
         """
-        # Before anything is posted: the GPU may still write to what is sent, and CuPy gives memory
+        # Before anything is posted: the GPU may still write to the arrays, and CuPy gives memory
         # that a kernel still reads to the next array, which may be one to receive.
         synchronize(outgoing[self._rank])
         # In flight before anything is posted, so that an exception between two posts frees no

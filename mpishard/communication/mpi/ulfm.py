@@ -92,7 +92,7 @@ class Ulfm:
         self.error: PeerError | None = None
         """The error of every call on this world, once a rank is gone."""
 
-    # ------------------------------------------------------------------------------ who is gone
+    # ------------------------------------------------------------------------------- lost ranks
 
     def find_loss(self, where: str) -> PeerError | None:
         """Return the error if a rank is lost or goes on without this world; None if none is.
@@ -170,7 +170,7 @@ class Ulfm:
             self.lost = sorted(self._mpi.Group.Translate_ranks(failed, None, self._members))
         failed.Free()
 
-    # -------------------------------------------------------------------------- those that are left
+    # ------------------------------------------------------------------------------ remaining ranks
 
     def revoke(self) -> None:
         """Make every wait in this world, on any rank, fail. Not collective."""

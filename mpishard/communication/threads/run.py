@@ -73,7 +73,7 @@ def run_in_threads(
     Raises
     ------
     TypeError
-        For a world size that is no integer, or what cannot be called.
+        For a world size that is no integer, or an object that cannot be called.
     ValueError
         For another world size, a negative timeout, or another ``on_failure``.
     Exception
