@@ -15,7 +15,7 @@ from mpishard.testing.worlds import in_worlds
 
 
 def reads_gpu_memory():
-    """Return what the user says of the MPI library, or else what it says itself."""
+    """Return whether MPI reads GPU memory: the user's setting, or else the library's answer."""
     if "MPISHARD_CUDA_AWARE" in os.environ:
         return os.environ["MPISHARD_CUDA_AWARE"] == "1"
     from mpi4py import MPI

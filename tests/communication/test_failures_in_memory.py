@@ -20,7 +20,7 @@ from mpishard.errors import (
 
 
 def outcomes(world_size, body, timeout=30.0):
-    """What each rank raised, or returned, and how long the slowest took."""
+    """Return the exception or result of each rank, and the seconds of the slowest."""
     started = time.monotonic()
     ends = [None] * world_size
 
@@ -224,7 +224,7 @@ def test_with_reports_a_failure_on_threads_of_the_user():
 
 
 def in_threads(body, count=2):
-    """What ``body`` returned for each rank, or what it raised."""
+    """Return the result or exception of ``body`` on each rank."""
     results = [None] * count
 
     def run(rank):

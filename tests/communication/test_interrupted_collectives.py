@@ -59,7 +59,7 @@ def interrupt(monkeypatch):
 
 
 def after(backend, call, limit=1):
-    """What ``call`` raises, which must come within a second, or within ``limit``."""
+    """Return the exception of ``call``, which must come within ``limit`` seconds."""
 
     def repeatedly():
         for _ in range(2):  # the first may be complete on this rank

@@ -41,7 +41,7 @@ def test_read_only_results_are_refused_before_anything_is_sent(backend):
 
 @pytest.fixture
 def ctrl_c():
-    """As at a terminal: what a shell starts in the background ignores it."""
+    """Let Ctrl-C interrupt, as at a terminal; a shell's background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

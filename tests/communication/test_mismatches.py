@@ -59,7 +59,7 @@ def refuse_all(backend, method, odd_rank, place, *, twin):
 @in_worlds(2, 3, 4)
 def test_a_mismatch_is_found_on_all_ranks(backend, method, odd, place):
     odd_rank = 0 if odd == "first" else backend.world_size - 1
-    # The twin has the same steps; what is blocking is quick about little on its own.
+    # The twin has the same steps. Small blocking calls have a quick way of their own.
     twins = (False, True) if FULL or (place == "small" and odd == "last") else (odd == "first",)
     for twin in twins:
         refuse_all(backend, method, odd_rank, place, twin=twin)

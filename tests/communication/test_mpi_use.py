@@ -21,7 +21,7 @@ def mpi():
 
 @pytest.fixture
 def no_array_is_pickled(mpi, monkeypatch):
-    """mpi4py's lower-case methods, and pickle itself, refuse what holds data."""
+    """Let mpi4py's lower-case methods, and pickle itself, refuse arrays."""
     dumps = pickle.dumps
 
     def refuse(value, *arguments, **options):

@@ -56,7 +56,7 @@ def names():
     return [call[0] for call in nccl().calls]
 
 
-# ---------------------------------------------------------------------------------- what NCCL does
+# ---------------------------------------------------------------------------------- calls of NCCL
 
 
 def test_exact_sums_have_the_bits_of_every_backend(backend, world, cupy):

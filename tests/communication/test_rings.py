@@ -31,7 +31,7 @@ def row(rank, number):
 
 
 def integers_of(rows):
-    """What `row` was given, of each rank."""
+    """Return the integer that each rank gave to `row`."""
     numbers = np.frombuffer(b"".join(rows), np.int64).reshape(-1, ROW_BYTES // 8)
     assert (numbers == numbers[:, :1]).all()
     return numbers[:, 0].tolist()

@@ -117,7 +117,7 @@ MPICH = "MPICH Version:      5.0.2\nMPICH Release date: .."
 
 
 class Memory:
-    """A /dev/shm of so many bytes, of which so many are free."""
+    """A /dev/shm of ``total`` bytes, of which ``free`` are free."""
 
     f_frsize = 1
 

@@ -147,13 +147,13 @@ def test_a_receive_can_wait_again_after_a_timeout():
 
 
 class InterruptionError(Exception):
-    """What a signal handler of a script raises."""
+    """The exception of a signal handler of the script."""
 
 
 def is_interrupted(number, call):
-    """Whether ``call`` is at so many points at which Python runs signal handlers; the last raises.
+    """Make ``call``, interrupted at the n-th point of a signal handler; False if it ends first.
 
-    Only those of the contract count: where its functions begin, and where its calls of C end.
+    Only points in the contract count: the beginnings of its functions, and the ends of calls of C.
     """
     reached = 0
 

@@ -63,7 +63,7 @@ def environment_of_a_job() -> dict[str, str]:
 
 @dataclass
 class Ended:
-    """How a job ended. ``code`` is None where it hung and was killed."""
+    """The end of a job. ``code`` is None if it hung and was killed."""
 
     command: str
     code: int | None = None

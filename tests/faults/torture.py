@@ -30,7 +30,7 @@ SEQUENCES_OF_A_JOB = 250
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one job. ``where`` is ``memory`` or a wheel."""
+    """One fault in one job, in ``memory`` or under the MPI of a wheel (``where``)."""
 
     number: int
     name: str

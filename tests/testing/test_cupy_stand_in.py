@@ -226,7 +226,7 @@ def test_addresses_are_given_only_to_a_library_for_cuda_and_when_the_stream_is_i
 
 
 class _Host:
-    """What mpi4py does to an array: it asks for the address without a wait."""
+    """An array as mpi4py treats it: it asks for the address without a wait."""
 
     def __init__(self, array):
         self._array = array
