@@ -258,6 +258,7 @@ GONE = {
     "is_dealt": "is_sent",
     "look_behind": "skip_frames_of",
     "parting": "divergence",
+    "stir": "progress_mpi",
     "unheeded": "unobeyed",
 }
 
