@@ -252,6 +252,7 @@ GONE = {
     "Regions": "Allocations",
     "UNSAID": "UNPRINTED",
     "_look_round": "_check_peers",
+    "_tell_of_break": "_notify_of_break",
     "bells": "conditions",
     "heir": "successor",
     "heirs": "successor_ranks",

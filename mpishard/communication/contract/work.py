@@ -309,13 +309,13 @@ class ITransport(ABC):
     def _break(self, where: str, error: BaseException) -> None:
         """End this world because ``error`` interrupted a collective of this rank, at ``where``."""
 
-    def _tell_of_break(self) -> None:
+    def _notify_of_break(self) -> None:
         """Notify the other ranks, if `_break` has not, that the script caught the exception."""
 
     def _require_whole(self) -> None:
         """Raise if a call was cut off: its rank is out of step, so nothing more can complete."""
         if self._session.broken is not None:
-            self._tell_of_break()
+            self._notify_of_break()
             raise self._session.broken
 
     def _admit(self, call: Call) -> None:

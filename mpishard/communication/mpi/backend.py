@@ -231,7 +231,7 @@ class MPICommunicationBackend(CommunicationBackend):
         job, group = self._joined()
         if self._is_root:
             if self._session.broken is not None:
-                self._tell_of_break()
+                self._notify_of_break()
             job.leave()
             hooks.remove(self)
         else:
@@ -282,7 +282,7 @@ class MPICommunicationBackend(CommunicationBackend):
         # Then only the frames of the traceback hold the arrays that MPI uses.
         _cut_off.append(error.__traceback__)
 
-    def _tell_of_break(self) -> None:
+    def _notify_of_break(self) -> None:
         # Sent only at the next call, which shows that the script caught the exception: an uncaught
         # one ends the job with its own report and exit code.
         if self._job is not None and not isinstance(self._session.broken, PeerError):
