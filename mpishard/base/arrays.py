@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -57,9 +57,6 @@ class _DeviceArray(Protocol):
     def get(self, *, out: Array | None = None) -> Array: ...
     def set(self, values: Array) -> None: ...
 
-
-DType: TypeAlias = np.dtype[Any]
-"""A dtype of NumPy, which CuPy's arrays have too."""
 
 SQUARES_BLOCK = 1024
 """Number of elements in a block of `block_squares`."""
