@@ -52,7 +52,7 @@ def nccl():
 
 
 def bits(array):
-    """The bytes of an array with one NaN: processors choose other signs for those that they make."""
+    """The bytes of an array with one NaN: processors give those that they make other signs."""
     numbers = array.view(array.real.dtype).copy()
     numbers[np.isnan(numbers)] = np.nan
     return numbers.tobytes()
