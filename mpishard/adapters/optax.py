@@ -179,7 +179,7 @@ class OptaxRule(JointRule):
         owned: OwnedRange,
         part: slice,
         rate: float,
-        before: Mapping[str, Any],
+        before: Mapping[str, object],
         context: UpdateContext,
     ) -> dict[str, Any]:
         """Update one part of a range, and return the numbers of the state after it."""

@@ -172,7 +172,7 @@ class GatheredTexts:
         return [] if lines is None else lines.tobytes().decode().splitlines()
 
 
-def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject: int = 0) -> str:
+def differences(backend: CommunicationBackend, mine: Mapping[str, object], subject: int = 0) -> str:
     """Describe the differences between the ranks' JSON objects. Collective.
 
     The result is "" if the objects are equal, which takes one small all-gather. ``subject`` as in
@@ -195,7 +195,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject:
     return "; ".join(found)
 
 
-def _gather_values(backend: CommunicationBackend, value: Any, subject: int = 0) -> list[Any]:
+def _gather_values(backend: CommunicationBackend, value: object, subject: int = 0) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
     # An empty value takes no bytes, so that an all-gather of empty values sends only headers.
     line = json.dumps(value) + "\n" if value else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import threadpoolctl
 
@@ -35,7 +35,7 @@ if settings.launcher_variable() is not None and not is_helper():
     preemption_notice.listen()
 
 
-def check_backend_name(backend: Any) -> None:
+def check_backend_name(backend: object) -> None:
     """Refuse a value that is not the name of a backend of `init`, with `ValueError`."""
     if not isinstance(backend, str) or backend not in get_args(BackendName):
         raise ValueError(f"backend must be 'auto', 'mpi', 'nccl' or 'memory', got {backend!r}")

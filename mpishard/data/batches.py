@@ -160,7 +160,7 @@ class Batches:
         ]
 
 
-def _is_in_memory(dataset: Any) -> bool:
+def _is_in_memory(dataset: object) -> bool:
     if dataset is None or isinstance(dataset, TokenWindows):
         return True
     # An array whose pages are read from the disk when they are accessed.
@@ -171,7 +171,7 @@ def _is_in_memory(dataset: Any) -> bool:
     return namespace_of(dataset) is not None or is_sparse(dataset)
 
 
-def place_of(dataset: Any) -> str:
+def place_of(dataset: object) -> str:
     """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything

@@ -138,7 +138,7 @@ class Samples:
         self.tree = tree
         lengths: dict[str, int] = {}
 
-        def measure(name: str, leaf: Any) -> None:
+        def measure(name: str, leaf: object) -> None:
             lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
 
         map_tree(measure, tree)
@@ -176,7 +176,7 @@ def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> 
     in ``layers.0.weight``; that of a tree that is one leaf is empty.
     """
 
-    def mapped(key: Any, child: Any) -> Any:
+    def mapped(key: object, child: object) -> Any:
         return map_tree(function, child, f"{name}.{key}" if name else str(key))
 
     if isinstance(tree, Mapping):
@@ -188,7 +188,7 @@ def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> 
     return type(tree)(map(mapped, range(len(tree)), tree))
 
 
-def tree_of(samples: Any) -> Any:
+def tree_of(samples: object) -> Any:
     """Return the tree of `Samples`, which user functions take, or an array as it is."""
     return samples.tree if isinstance(samples, Samples) else samples
 
@@ -211,7 +211,7 @@ def count_samples(dataset: Any) -> int:
     return len(dataset) if has_length else int(dataset.shape[0])
 
 
-def is_sparse(dataset: Any) -> bool:
+def is_sparse(dataset: object) -> bool:
     """Return whether a data set is a sparse matrix or array, such as those of SciPy."""
     return hasattr(dataset, "tocsr")
 
@@ -290,7 +290,7 @@ def namespace_of(dataset: Any) -> Namespace | None:
         return None
 
 
-def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
+def check_dataset(dataset: object, name: str, *, allow_empty: bool = False) -> int:
     """Refuse what `take` could not read; return the number of samples.
 
     Parameters

@@ -149,7 +149,7 @@ class ParquetColumns:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, indices: Any) -> Array:
+    def __getitem__(self, indices: object) -> Array:
         """Return the samples of a slice or an array of integers, shape (n, ...)."""
         if isinstance(indices, slice):
             indices = np.arange(*indices.indices(len(self)))

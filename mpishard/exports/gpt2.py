@@ -131,7 +131,7 @@ def load_gpt2(model: Any, path: PathLike) -> None:
     model.set_parameters(vector)
 
 
-def _require_gpt(model: Any) -> None:
+def _require_gpt(model: object) -> None:
     if not isinstance(model, GPT):
         raise TypeError(f"a GPT-2 file needs a GPT, got a {type(model).__name__}")
     for entry in model.parameter_table.entries:

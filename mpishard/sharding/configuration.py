@@ -60,7 +60,7 @@ def _ranks_of_a_node(backend: CommunicationBackend) -> int | None:
     return size if is_even else None
 
 
-def _power_of_two(name: str, value: Any) -> int | None:
+def _power_of_two(name: str, value: object) -> int | None:
     if value is None:
         return None
     value = as_integer(name, value)
@@ -80,7 +80,7 @@ _HINTS = {
 """Precision that is refused -> a hint for the error."""
 
 
-def _precision(name: str, value: Any) -> str | None:
+def _precision(name: str, value: object) -> str | None:
     if value is not None and not (isinstance(value, str) and value in ("bfloat16", "tf32")):
         raise ValueError(
             f'{name} must be "bfloat16", "tf32", or None for the model\'s own dtype; got {value!r}'
@@ -96,13 +96,13 @@ class _Choice(property):
         self._check, self._text = check, doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        def write(config: ShardingConfiguration, value: Any) -> None:
+        def write(config: ShardingConfiguration, value: object) -> None:
             setattr(config, f"_{name}", self._check(name, value))
 
         super().__init__(operator.attrgetter(f"_{name}"), write, doc=self._text)
 
 
-def _choice(check: Callable[[str, Any], Any], doc: str) -> Any:
+def _choice(check: Callable[[str, object], object], doc: str) -> Any:
     """Return a `_Choice`, which a class declares as an attribute of the value's type."""
     return _Choice(check, doc)
 
@@ -221,7 +221,7 @@ class ShardingConfiguration:
         self.precision = precision
         self._replica_size = self._checked_replica_size(replica_size)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A misspelled choice would otherwise be set, and have no effect.
         require_attribute(self, name, vars(ShardingConfiguration))
         super().__setattr__(name, value)

@@ -146,7 +146,7 @@ def nested_views(
     return nested({name: find(entry).reshape(entry.shape) for name, entry in entries.items()})
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Return values by dotted name as nested dicts.
 
     Examples

@@ -120,7 +120,7 @@ def check_gradients(
 
 def check_layer_gradients(
     layer: Layer,
-    x: Any,
+    x: object,
     *,
     seed: int = 0,
     tolerance: float = 1e-6,
@@ -357,7 +357,7 @@ def _all_of_it(array: _Vector) -> _Vector:
 def check_parallel_layer(
     layer: TensorParallelLayer,
     whole: Layer,
-    x: Any,
+    x: object,
     *,
     take_input: Callable[[_Vector], _Vector] = _all_of_it,
     take_output: Callable[[_Vector], _Vector] = _all_of_it,

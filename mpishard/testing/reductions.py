@@ -161,7 +161,7 @@ def shapes(world_size: int) -> list[tuple[int, ...]]:
 
 
 def assert_raises(
-    kind: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any
+    kind: type[Exception], call: Callable[..., object], *args: object, **kwargs: object
 ) -> str:
     """Return the message of the error that ``call`` raises, which must be a ``kind``."""
     try:

@@ -312,7 +312,7 @@ def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
         (ValueError, dims),
     ]
 
-    def calls(name: str, kind: type[Exception], *arguments: Any) -> Iterator[Refusal]:
+    def calls(name: str, kind: type[Exception], *arguments: object) -> Iterator[Refusal]:
         for method in (getattr(backend, name), getattr(backend, f"{name}_async")):
             yield kind, partial(method, *arguments)
 

@@ -24,7 +24,7 @@ _SHOWN = 60  # Maximum number of characters of a value in a message.
 # ---------------------------------------------------------------------------------- plain values
 
 
-def to_text(values: Mapping[str, Any]) -> str:
+def to_text(values: Mapping[str, object]) -> str:
     """Return tensors and plain values as text for a checkpoint's metadata.
 
     Values are plain if PyTorch reads them without running code from the file. NumPy's scalars and
@@ -72,7 +72,7 @@ def beside_in(text: str) -> dict[str, Any]:
     return values
 
 
-def _dumped(value: Any) -> bytes:
+def _dumped(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -106,7 +106,7 @@ def _plain(value: Any, place: str) -> Any:
     return _key(value, place)
 
 
-def _key(value: Any, place: str) -> Any:
+def _key(value: object, place: str) -> Any:
     """Return a plain value for one that a set or the keys of a dict may hold."""
     if type(value) is set:
         return {_key(item, place) for item in value}
@@ -118,7 +118,7 @@ def _key(value: Any, place: str) -> Any:
     return plain
 
 
-def _refusal(value: Any, place: str) -> TypeError:
+def _refusal(value: object, place: str) -> TypeError:
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
     return TypeError(
@@ -210,7 +210,7 @@ def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def errors_of_loading(loaded: Any) -> Iterator[None]:
+def errors_of_loading(loaded: object) -> Iterator[None]:
     """Convert errors of a user's ``load_state_dict()`` to a ValueError that names the class."""
     try:
         yield

@@ -216,7 +216,7 @@ class _ModelView:
 
 
 @contextmanager
-def _attributes_unchanged(changed: Any) -> Iterator[None]:
+def _attributes_unchanged(changed: object) -> Iterator[None]:
     """Undo, after the ``with`` statement, assignments to attributes."""
     before = dict(vars(changed))
     try:
@@ -269,7 +269,7 @@ class _OptimizerView:
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         return {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Do nothing, because the model's view restores the optimizer by `take`."""
 
     def arrays_to_write(self) -> checkpoint.Pieces:

@@ -348,7 +348,7 @@ def parts_of(made: torch.optim.Optimizer) -> dict[int, Part]:
     return parts
 
 
-def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
+def _groups(parameters: object, parts: dict[int, Part]) -> list[Any]:
     """Return the groups with tensors of this rank's parts, and add the parts to ``parts``."""
 
     def own(parameter: torch.Tensor) -> Any:
@@ -506,7 +506,7 @@ def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: An
     record("parameters", made)
 
 
-def _refuse_others(made: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_others(made: torch.optim.Optimizer, *_: object) -> None:
     """Refuse, before a step of any optimizer, to update parameters that other ranks own."""
     if hasattr(made, "_mpishard_parts"):
         return
@@ -580,7 +580,7 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
+def is_elementwise(key: str, value: object, shape: object, of_numbers: Collection[str]) -> bool:
     """Return True if a state has a value for each element of a tensor of ``shape``.
 
     ``of_numbers`` has the names that `states_of_numbers` returns.
@@ -594,7 +594,7 @@ def _changed_states(
     parts: Mapping[int, Part],
     made: torch.optim.Optimizer,
     state_dict: StateDict,
-    change: Callable[[Part, str, Any], Any],
+    change: Callable[[Part, str, object], object],
 ) -> dict[str, Any]:
     """Return the state dict with ``change(part, key, value)`` in place of each state."""
     state = dict(state_dict["state"])

@@ -29,7 +29,7 @@ _SETTINGS = (
 
 
 def refuse_early(
-    model: Any, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
+    model: object, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
 ) -> dict[str, list[int]]:
     """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
 
@@ -104,7 +104,7 @@ def _check_first(
         program.predict(None, first[0])  # type: ignore[arg-type]
 
 
-def _take_first(samples: Any, name: str, indices: npt.NDArray[np.int64]) -> Array:
+def _take_first(samples: object, name: str, indices: npt.NDArray[np.int64]) -> Array:
     try:
         taken: Array = take(samples, indices)
     except Exception as error:
@@ -126,7 +126,7 @@ def require_agreement(
     optimizer: ShardedOptimizerBase,
     model: ShardedModelBase,
     data: OptimizationInputData,
-    order: Mapping[str, Any],
+    order: Mapping[str, object],
 ) -> None:
     """Refuse a run whose length, order, data or rule differs between ranks. Collective.
 
@@ -161,7 +161,7 @@ def require_agreement(
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
         return os.fsencode(value).decode(errors="backslashreplace")
     return value if isinstance(value, bool | int | float | None) else str(value)

@@ -155,7 +155,7 @@ class OptimizationInputData:
     metrics: PathLike | None = None
     callbacks: Sequence[Any] = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A misspelled argument would otherwise be set, and have no effect.
         require_attribute(self, name, self.__dataclass_fields__)
         super().__setattr__(name, value)
@@ -183,7 +183,7 @@ class OptimizationInputData:
         """True if the best parameters are put back at the end."""
         return self.patience is not None if self.keep_best is None else self.keep_best
 
-    def checked(self, model: Any = None) -> Self:
+    def checked(self, model: object = None) -> Self:
         """Return a copy with Python's own numbers and flags, if it can be trained.
 
         ``model`` is trained if these data name none. Communicates and writes nothing.

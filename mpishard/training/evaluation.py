@@ -51,8 +51,8 @@ class DatasetResult:
 
 def evaluate(
     model: ShardedModelBase,
-    x: Any,
-    y: Any,
+    x: object,
+    y: object,
     sampler: GlobalBatchSampler | LocalBatchSampler,
     *,
     keep_predictions: bool = False,
@@ -122,7 +122,7 @@ def evaluate(
     return result
 
 
-def statistics_for(loss: Any, target: Any) -> Classification | Regression | None:
+def statistics_for(loss: object, target: object) -> Classification | Regression | None:
     """Return empty statistics of the kind that belongs to ``loss``; None for an unknown loss.
 
     Parameters
@@ -194,7 +194,7 @@ class Regression:
         self._squared_K = np.zeros(output_count)
         self._moments = _no_moments(output_count)
 
-    def add(self, prediction: Array, target: Any) -> None:
+    def add(self, prediction: Array, target: object) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
         target, weights = parts_of(target)
         if len(target) == 0:

@@ -48,16 +48,16 @@ _RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2", "maxcor": "
 
 
 def minimize(
-    fun: Callable[..., Any],
-    theta0: Any,
-    args: Sequence[Any] = (),
+    fun: Callable[..., object],
+    theta0: object,
+    args: Sequence[object] = (),
     method: str = "L-BFGS",
     *,
     backend: CommunicationBackend | None = None,
     jac: bool | Callable[..., Array] = True,
-    bounds: Any = None,
-    options: Mapping[str, Any] | None = None,
-    callback: Callable[..., Any] | None = None,
+    bounds: object = None,
+    options: Mapping[str, object] | None = None,
+    callback: Callable[..., object] | None = None,
     local_data: bool = False,
     checkpoint: PathLike | None = None,
     checkpoint_every: int | None = None,
@@ -344,7 +344,7 @@ def _checked_theta(given: Any) -> Array:
     return theta
 
 
-def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
+def _checked_args(args: object, *, local_data: bool) -> tuple[Any, ...]:
     if not isinstance(args, tuple | list):
         args = (args,)  # as SciPy does
     lengths = [check_dataset(a, f"args[{i}]", allow_empty=local_data) for i, a in enumerate(args)]

@@ -187,7 +187,7 @@ class OptimizationResult:
                 setattr(found, part, DatasetResult(measured.x, measured.y))
         return found
 
-    def _with(self, solution: Any) -> Self:
+    def _with(self, solution: object) -> Self:
         """Return a copy with another solution, which shares the data sets."""
         memo = {
             id(value): value

@@ -85,12 +85,12 @@ class BestParameters(CheckpointState):
         """Return the choices; the position of the loop has the best score and step."""
         return {"choices": self._choices} if self._choices else {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Take the choices; nothing of the parameters is cached."""
         self._choices = choices_in(metadata)
 
 
-def check_user_state(parts: Any) -> None:
+def check_user_state(parts: object) -> None:
     """Refuse objects without a state that could be saved.
 
     Raises
@@ -211,7 +211,7 @@ class UserState:
                     part.load_state_dict(mine[name])
 
 
-def _without_arrays(state: Any) -> Any:
+def _without_arrays(state: object) -> Any:
     """Return the state of a bit generator for JSON."""
     if isinstance(state, Mapping):
         return {name: _without_arrays(value) for name, value in state.items()}
@@ -221,7 +221,7 @@ def _without_arrays(state: Any) -> Any:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _with_arrays(state: Any) -> Any:
+def _with_arrays(state: object) -> Any:
     if not isinstance(state, Mapping):
         return state
     if _ARRAY in state:

@@ -39,7 +39,7 @@ class PlainModelFiles(ICheckpointableModel):
         """Return values that are saved besides the parameters, as JSON; {} if all are defaults."""
         return {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Mapping[str, object]) -> None:
         """Refuse `choices` of another model that do not fit this one.
 
         Raises
@@ -54,7 +54,7 @@ class PlainModelFiles(ICheckpointableModel):
                 "saved them"
             )
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         """Apply choices that `check_choices` has accepted; without any, return to the defaults."""
 
     def serialize(self) -> bytes:
@@ -136,11 +136,11 @@ class PlainModelFiles(ICheckpointableModel):
         choices = self.choices()
         return {"choices": choices} if choices else {}
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices of another model."""
         self.check_choices(choices_in(metadata))
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Apply the choices."""
         self.take_choices(choices_in(metadata))
 
@@ -158,7 +158,7 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_bytes(
-    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
+    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, object]
 ) -> bytes:
     """Return a flat vector in host memory as named arrays in safetensors format, with choices."""
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None

@@ -153,7 +153,7 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
     return TensorSource(file, False, {PARAMETERS: tensors}, metadata)
 
 
-def _is_names(value: Any) -> TypeGuard[list[str]]:
+def _is_names(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 

@@ -335,7 +335,7 @@ def bytes_of(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None) -
     return safetensors.numpy.save(dict(tensors), None if metadata is None else dict(metadata))
 
 
-def tensors_of(data: Any, whose: str = "") -> dict[str, Array]:
+def tensors_of(data: object, whose: str = "") -> dict[str, Array]:
     """Return the arrays in the bytes of ``serialize``. Errors put ``whose`` before that name.
 
     Raises

@@ -376,7 +376,7 @@ class CheckpointReader:
             return True
 
 
-def _of_today(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_today(metadata: Mapping[str, object]) -> Mapping[str, Any]:
     """Return metadata in today's form.
 
     Earlier releases had the state of a PyTorch loop in the user's part.

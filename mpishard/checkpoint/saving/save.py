@@ -112,7 +112,7 @@ def save_async(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
 ) -> PendingSave:
     """Begin a save that copies the arrays now and is written during training. Collective.
@@ -195,7 +195,7 @@ def begin_save(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
     states: Mapping[str, CheckpointState] | None = None,
 ) -> PendingSave:
@@ -245,7 +245,7 @@ def write_checkpoint(
     parameters: Sequence[ParameterEntry],
     dtype: DType,
     arrays: Pieces,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> None:
     """Write the checkpoint ``path``, or leave the earlier one unchanged. Collective.
 

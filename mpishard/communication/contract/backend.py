@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import Literal, NoReturn, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -1172,7 +1172,7 @@ class CommunicationBackend(ITransport):
 
     # ----------------------------------------------------------------------------- calls under way
 
-    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: Any) -> Work:
+    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: object) -> Work:
         """Number, record and begin a collective: ``steps`` of ``call`` and ``arguments``."""
         if not self._initialized:
             raise self._not_ready_error()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, DType, array_namespace, chunk_length
+from mpishard.base import Array, DType, Namespace, array_namespace, chunk_length
 
 
 class ReductionOperation(IntEnum):
@@ -94,7 +94,7 @@ _UFUNCS = {
 
 
 @functools.cache
-def _combiner(xp: Any, operation: ReductionOperation, dtype: DType) -> Callable[..., Any]:
+def _combiner(xp: Namespace, operation: ReductionOperation, dtype: DType) -> Callable[..., Any]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
     ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
     if dtype.kind != "c" or operation is not ReductionOperation.PRODUCT:
@@ -203,7 +203,7 @@ class TreeReducer:
         subtrees: Mapping[Subtree, Array],
         narrow: Sequence[Subtree],
         count: int,
-        combine: Callable[..., Any],
+        combine: Callable[..., object],
         divisor: int,
         out: Array,
         *,
@@ -251,7 +251,7 @@ def _tree(
     count: int,
     target: Array,
     scratch: Sequence[Array],
-    combine: Callable[..., Any],
+    combine: Callable[..., object],
 ) -> Array:
     """Combine slots ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 

@@ -86,7 +86,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def join(self, world: Any) -> None:
+    def join(self, world: object) -> None:
         """Register ``world``, the root world or one that was split off it, by a weak reference."""
         self._worlds = [known for known in self._worlds if known() not in (None, world)]
         self._worlds.append(weakref.ref(world))

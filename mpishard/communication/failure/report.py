@@ -8,7 +8,7 @@ import traceback
 from itertools import groupby, pairwise
 from traceback import FrameSummary
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from mpishard.base import (
     CollectiveMismatchError,
@@ -37,7 +37,7 @@ _LONGEST = 100_000
 """Characters of an exception's text, and of its traceback, that are reported."""
 
 
-def check_on_failure(on_failure: Any) -> None:
+def check_on_failure(on_failure: object) -> None:
     """Refuse a value that is no `OnFailure`, with `ValueError`."""
     if not isinstance(on_failure, str) or on_failure not in ("abort", "shrink"):
         raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")

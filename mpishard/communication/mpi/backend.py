@@ -192,7 +192,7 @@ class MPICommunicationBackend(CommunicationBackend):
         """Return whether the GPU array ``array`` travels through host memory for ``call``."""
         return needs_staging(call, array)
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: object, on_failure: OnFailure = "abort") -> Self:
         """Return a backend of this kind for the ranks of ``comm``."""
         return type(self)(comm, on_failure=on_failure)
 
@@ -477,7 +477,7 @@ class MPICommunicationBackend(CommunicationBackend):
             raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
         made: list[Self] = []
 
-        def build(comm: Any) -> None:
+        def build(comm: object) -> None:
             world = self._alike(comm, "shrink")
             made.append(world)
             # Ranks have other numbers now, and would replace the traces of the old world.

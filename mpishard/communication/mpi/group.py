@@ -41,7 +41,9 @@ CUT_OFF = -1
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # behind the tags of messages and of their data
 
 
-def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequence[int]) -> Steps:
+def share_group_memory(
+    mpi: object, comm: object, in_flight: set[Pending], nodes: Sequence[int]
+) -> Steps:
     """Return the memory of a group for headers and data; None if it shares none. Collective.
 
     ``nodes`` has the node of each rank of ``comm``. The other parameters are those of
@@ -114,7 +116,7 @@ class Group:
         shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
         return self.messages.scratch_bytes + shared
 
-    def keep(self, request: Any, *arrays: object) -> Pending:
+    def keep(self, request: object, *arrays: object) -> Pending:
         """Return a request under way, which keeps the ``arrays`` that it reads and writes."""
         return Pending([request], self.in_flight, *arrays)
 

@@ -114,7 +114,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         _end(self._communicators, in_good_order=False)  # they wait for the ranks that are lost
         return super()._shrink()
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: object, on_failure: OnFailure = "abort") -> Self:
         return type(self)(comm, reductions=self.reductions, on_failure=on_failure)
 
     # -------------------------------------------------------------------------------- collectives

@@ -90,7 +90,7 @@ class Communicator:
         self._stream: Any = None
         self._is_connected = self._is_over = False
 
-    def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
+    def run(self, post: Callable[[object, int], None], *arrays: object) -> Steps:
         """Put work on the stream, and wait until it is done.
 
         ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
@@ -104,7 +104,7 @@ class Communicator:
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
 
-    def _put(self, made: Any, post: Callable[[Any, int], None]) -> Any:
+    def _put(self, made: object, post: Callable[[object, int], None]) -> Any:
         """Put work on the stream, after that of the current stream; return the event of its end."""
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()

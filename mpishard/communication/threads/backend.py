@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from mpishard.base import (
     Array,
@@ -279,7 +279,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     # ------------------------------------------------------------------------------- collectives
 
-    def _meet(self, call: Call, phase: int, value: Any, *arrays: Array) -> Steps:
+    def _meet(self, call: Call, phase: int, value: object, *arrays: Array) -> Steps:
         """Pass rendezvous number ``phase`` of a collective, and return the values of all ranks.
 
         Other ranks may read and write ``arrays`` from here on until the last rendezvous.
@@ -290,7 +290,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield rendezvous
         return rendezvous.values
 
-    def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
+    def _open(self, call: Call, value: object, *arrays: Array) -> Steps:
         """Pass the first rendezvous of a collective, and compare the ranks' calls."""
         pairs = yield from self._meet(call, 0, (call, value), *arrays)
         self._verify([peer for peer, _ in pairs])

@@ -45,10 +45,10 @@ def run_in_threads(
     world_size: int,
     fn: Callable[..., T],
     /,
-    *args: Any,
+    *args: object,
     timeout: float = settings.MEMORY_TIMEOUT,
     on_failure: report.OnFailure = "abort",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[T]:
     """Call ``fn(backend, *args, **kwargs)`` on ``world_size`` thread-ranks.
 
@@ -127,7 +127,7 @@ class _ThreadRanks:
         """Those of ranks that left by ``sys.exit()``, which is no failure."""
         self.threads: list[threading.Thread] = []
 
-    def run(self, body: Callable[[InMemoryCommunicationBackend], Any]) -> BaseException | None:
+    def run(self, body: Callable[[InMemoryCommunicationBackend], object]) -> BaseException | None:
         """Call ``body`` on every rank; when all have ended, return the first failure or exit."""
         self.threads = [
             threading.Thread(
@@ -186,7 +186,7 @@ class _ThreadRanks:
     def _run_rank(
         self,
         backend: InMemoryCommunicationBackend,
-        body: Callable[[InMemoryCommunicationBackend], Any],
+        body: Callable[[InMemoryCommunicationBackend], object],
     ) -> None:
         current_backend.set(backend)
         try:

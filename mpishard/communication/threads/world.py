@@ -170,7 +170,7 @@ class World:
         """Number of ranks."""
         return len(self.global_ranks)
 
-    def meet(self, sequence: int, phase: int, rank: int, value: Any) -> Rendezvous:
+    def meet(self, sequence: int, phase: int, rank: int, value: object) -> Rendezvous:
         """Leave the value of ``rank`` at a rendezvous.
 
         A rendezvous is identified by (collective, phase) and not by a running number, because ranks

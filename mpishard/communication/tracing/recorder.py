@@ -55,14 +55,14 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.json"
 
 
-def first_line(about: Mapping[str, Any]) -> str:
+def first_line(about: Mapping[str, object]) -> str:
     """Return the line that opens a trace, with its format and the facts ``about`` it."""
     about = {"format": TRACE_FORMAT, "version": TRACE_VERSION, **about}
     text = encode({"displayTimeUnit": "ms", "otherData": about})
     return f'{text[:-1]},"traceEvents":[\n'
 
 
-def last_line(end: Mapping[str, Any]) -> str:
+def last_line(end: Mapping[str, object]) -> str:
     """Return the line that closes a trace, with its ``end``: reason, numbers of events."""
     return f'],"end":{encode(end)}}}\n'
 
@@ -119,7 +119,7 @@ class TraceFile:
         category: str,
         start: int,
         end: int,
-        arguments: Mapping[str, Any] | None,
+        arguments: Mapping[str, object] | None,
     ) -> None:
         """Append a span in row ``tid``, from ``start`` to ``end`` in nanoseconds."""
         if tid not in self._named:
@@ -195,7 +195,7 @@ class Recorder:
         name: str,
         start: int,
         end: int,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         category: str = "",
     ) -> None:
         """Keep one event, a span of time in row ``tid``.
@@ -212,7 +212,7 @@ class Recorder:
             self.flush()
 
     @contextmanager
-    def span(self, row: Row, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    def span(self, row: Row, name: str, arguments: Mapping[str, object]) -> Iterator[None]:
         """Context whose time is recorded as an event in ``row``."""
         start = self.now()
         try:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import starmap
-from typing import Any
 
 from mpishard.base import Array, Data, read_numbers
 from mpishard.communication import CommunicationBackend
@@ -162,7 +161,7 @@ class Engine:
         self,
         x: Data,
         y: Data,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         *,
         sample_start: int | None = None,
         passes: Passes | None = None,
@@ -238,7 +237,7 @@ class Engine:
         x: Data,
         y: Data,
         rule: Rule,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         *,
         sample_start: int | None = None,
         passes: Passes | None = None,

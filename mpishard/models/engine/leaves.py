@@ -351,7 +351,12 @@ class LeafPasses(Passes):
         _check_choices(self.leaves.count, engine.config)
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: object,
+        y: object,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         batches = self.leaves.cut(x, y, sample_start)
         for number, (inputs, targets, start) in enumerate(batches, start=1):
@@ -366,7 +371,7 @@ class LeafPasses(Passes):
             "put those modules in eval mode, replace them, or give gradient_leaves=None",
         )
 
-    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Sums:
+    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, object]) -> Sums:
         round_, counted = engine.round, self.store.owned(engine.pieces.counted)
         message = self.leaves.message(round_.parts, counted)
         return round_.totals(message, loss, settings, engine.step_number + 1, self.leaves.fold)

@@ -119,7 +119,7 @@ class Passes:
         return Reduced((), StepReport(engine.mean(total, total_weight), total_weight, None))
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: object, y: object, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         """Run a pass that adds to the round, and in the last one reduces; return loss and weight.
 
@@ -132,7 +132,9 @@ class Passes:
         round_.add(*own, engine.program.used or ())
         return own
 
-    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
+    ) -> Reduced:
         """Return the gradients of the store, with the sums over all ranks. Collective.
 
         ``loss`` is this rank's in the last pass, for the error if it is not finite.
@@ -154,7 +156,7 @@ class Passes:
         """Hook: the passes have changed the model's state besides parameters."""
 
     def totals(
-        self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
     ) -> tuple[float, float, float]:
         """Return sums over all ranks: of losses, of weights, and the gradient's squares."""
         round_ = engine.round

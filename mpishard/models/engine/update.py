@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -238,7 +237,7 @@ class Round:
         self,
         message: Sequence[float] | Array,
         own_loss: float | Array,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         step: int,
         fold: Callable[[Array], Iterable[float]] = tuple,
     ) -> tuple[float, float, float]:

@@ -23,7 +23,7 @@ def _in_precision(method: _Method) -> _Method:
     """Let a method of a `LayerChain` compute products on a GPU in the chain's precision."""
 
     @functools.wraps(method)
-    def run(chain: LayerChain, *args: Any, **kwargs: Any) -> Any:
+    def run(chain: LayerChain, *args: object, **kwargs: object) -> Any:
         with products_in(chain.precision):
             return method(chain, *args, **kwargs)
 
@@ -400,7 +400,7 @@ class LayerChain:
         plan = self._plan(groups, then, held, stay)
         self._forward(plan, parameters, forgotten.x, forgotten.context, activations, again=True)
 
-    def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:
+    def _back_from(self, index: int, activations: Sequence[object], first: int) -> Iterator[int]:
         """Yield the layers that backward computes after ``index``, in its order.
 
         A segment that is computed again yields its layers in forward order, and is the last:

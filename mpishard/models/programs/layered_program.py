@@ -80,7 +80,7 @@ class LayeredProgram(Program):
         entries = self.vector.placement.entries
         self.freeze(frozenset(e.name for e in entries if not e.trainable))
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: object) -> None:
         super()._use(model)
         self._hold()
 
@@ -135,7 +135,7 @@ class LayeredProgram(Program):
             loss.check_target((len(x), *shape), y)
         return inputs, map_arrays(self._put, y)
 
-    def _output_shape(self, x: Any) -> tuple[int, ...]:
+    def _output_shape(self, x: object) -> tuple[int, ...]:
         """Return the shape of a sample's output. Layers refuse inputs of wrong shapes."""
         require_plain(x)
         shape = getattr(x, "shape", None)
@@ -226,7 +226,7 @@ def settings_of(model: ILayeredModel) -> dict[str, str]:
     return {key: text for name, part in parts.items() for key, text in _settings(name, part)}
 
 
-def _settings(name: str, part: Any) -> Iterator[tuple[str, str]]:
+def _settings(name: str, part: object) -> Iterator[tuple[str, str]]:
     yield name, type(part).__name__
     if type(part).__module__.startswith("mpishard.nn."):
         for key, value in vars(part).items():

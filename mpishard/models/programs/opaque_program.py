@@ -169,7 +169,7 @@ class OpaqueProgram(WholeProgram):
         gradients.reduce(unit)
 
 
-def _member(model: Any, name: str) -> Any:
+def _member(model: object, name: str) -> Any:
     try:
         return getattr(model, name)
     except AttributeError:

@@ -104,7 +104,7 @@ class IPlaceableModel(ABC):
         return False
 
     @abstractmethod
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: object) -> None:
         """Refuse inputs that the model cannot compute with."""
 
     @abstractmethod
@@ -166,11 +166,11 @@ class PlacedProgram(WholeProgram):
         self.used = set() if model.may_use_some else None
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> Any:
+    def check(self, x: object) -> Any:
         self._model.check_input(x)
         return x
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+    def check_pair(self, x: object, y: object, loss: ILossFunction | None) -> tuple[Any, Any]:
         if loss is None and not self.has_own_loss:
             raise MissingLossError("the model has no default loss; pass loss_function")
         # A loss of the model's own may need no targets.

@@ -122,7 +122,7 @@ class Replica:
         return total, weight
 
     def require_one_batch(
-        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+        self, call: str, x: object, y: object = None, *, everywhere: bool, subject: int
     ) -> None:
         """Refuse calls and batches that differ between ranks that compute one. Collective.
 

@@ -46,7 +46,7 @@ class MeshOptions:
     order: tuple[str, ...]
 
 
-def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_mesh_options(given: Mapping[str, object]) -> dict[str, Any]:
     """Return the options as a mesh model keeps them. Communicates nothing.
 
     Parameters
@@ -126,7 +126,7 @@ def _checked(name: str, given: Any) -> Any:
     raise KeyError(name)
 
 
-def _schedule(given: Any) -> IPipelineSchedule:
+def _schedule(given: object) -> IPipelineSchedule:
     if given is None:
         return GPipeSchedule()
     if isinstance(given, str):
@@ -136,7 +136,7 @@ def _schedule(given: Any) -> IPipelineSchedule:
     return given
 
 
-def _partition_strategy(given: Any) -> Any:
+def _partition_strategy(given: object) -> Any:
     if given is None or isinstance(given, IPipelinePartitionStrategy):
         return given
     # A class can be called and a text is a sequence, but neither gives costs of layers.
@@ -151,7 +151,7 @@ def _partition_strategy(given: Any) -> Any:
     return given
 
 
-def _but(given: Any) -> str:
+def _but(given: object) -> str:
     """Return the end of an error message: the value that was given instead."""
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"

@@ -823,11 +823,11 @@ class ShardedModelBase(IShardedModel):
         """Origin of the parameters and figures of their training, for checkpoints."""
         return self._files.metadata(self.strategy)
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices that the plain model could not take."""
         self._files.check_metadata(metadata)
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Continue from a checkpoint whose parameters have been read."""
         self._files.restored(metadata)
 
@@ -885,7 +885,7 @@ class ShardedModelBase(IShardedModel):
 
     def generate(
         self,
-        prompt: Any,
+        prompt: object,
         length: int,
         temperature: float = 1.0,
         seed: int = 0,

@@ -134,7 +134,7 @@ class ModelFiles:
     def _is_black_box(self) -> bool:
         return not isinstance(self.plain, PlainModelFiles | ILayeredModel | IPlaceableModel)
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices that the plain model could not take."""
         form = {"steps?": COUNT, "training?": _TRAINING, "own?": TEXT}
         require_form(metadata, form, "metadata.model")
@@ -173,7 +173,7 @@ class ModelFiles:
         model = self.plain
         return model.choices() if isinstance(model, PlainModelFiles) else {}
 
-    def _check_choices(self, choices: Mapping[str, Any]) -> None:
+    def _check_choices(self, choices: Mapping[str, object]) -> None:
         model = self.plain
         if isinstance(model, PlainModelFiles):
             model.check_choices(choices)
@@ -184,7 +184,7 @@ class ModelFiles:
                 "saved them"
             )
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         """Give the plain model the choices of a checkpoint."""
         if isinstance(self.plain, PlainModelFiles):
             self.plain.take_choices(choices)

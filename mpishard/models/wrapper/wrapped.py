@@ -29,7 +29,7 @@ def holding(model: Any, parameters: Array) -> Any:
     return model
 
 
-def feature_member(model: Any, name: str, interface: str = "IFeatureAware") -> Any:
+def feature_member(model: object, name: str, interface: str = "IFeatureAware") -> Any:
     """Return a member of ``interface``.
 
     Raises
@@ -46,7 +46,7 @@ def feature_member(model: Any, name: str, interface: str = "IFeatureAware") -> A
     return member
 
 
-def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend) -> None:
+def use_features(model: object, indices: Iterable[int], world: CommunicationBackend) -> None:
     """Use these features and no others; refuse choices that differ between ranks. Collective."""
     set_indices = feature_member(model, "set_active_feature_indices")
     get_indices = feature_member(model, "get_active_feature_indices")
@@ -63,8 +63,8 @@ def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend
 
 def generate_tokens(
     engine: Engine,
-    model: Any,
-    prompt: Any,
+    model: object,
+    prompt: object,
     length: int,
     temperature: float,
     seed: int,
@@ -92,7 +92,7 @@ def generate_tokens(
     )
 
 
-def require_alike(world: CommunicationBackend, what: str, given: Any) -> None:
+def require_alike(world: CommunicationBackend, what: str, given: object) -> None:
     """Refuse a call if ``what``, in words, differs between the ranks. Collective."""
     marks = world.all_gather(np.array([zlib.crc32(repr(given).encode())]))
     if (marks != marks[0]).any():

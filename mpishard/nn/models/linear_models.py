@@ -123,7 +123,7 @@ class LinearModel(Model):
         array_namespace(spread)
         self._spread = self._checked_spread(to_host(spread))
 
-    def _checked_spread(self, spread: Any) -> Array:
+    def _checked_spread(self, spread: object) -> Array:
         values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
             raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
@@ -164,15 +164,15 @@ class LinearModel(Model):
             choices[_SPREAD] = self._spread.tolist()
         return choices
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Mapping[str, object]) -> None:
         super().check_choices(choices)
         self._spread_of(choices)
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         super().take_choices(choices)
         self._spread = self._spread_of(choices)
 
-    def _spread_of(self, choices: Mapping[str, Any]) -> Array:
+    def _spread_of(self, choices: Mapping[str, object]) -> Array:
         return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 

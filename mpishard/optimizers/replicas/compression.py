@@ -203,7 +203,7 @@ class _CompressedState(ModelState):
             found[kind] = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
         return {**super().arrays_to_read(), **found, **self._reduced_regions(writes=False)}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         super().restored(metadata)
         self.errors.own.fill(0)
         own = self.errors.own

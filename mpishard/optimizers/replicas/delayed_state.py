@@ -19,7 +19,7 @@ from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 
 
-def _newest(items: Sequence[Any], count: int) -> Sequence[Any]:
+def _newest(items: Sequence[object], count: int) -> Sequence[Any]:
     return items[max(0, len(items) - count) :]
 
 

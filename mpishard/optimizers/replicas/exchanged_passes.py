@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -192,7 +191,7 @@ class ExchangedPasses(Passes):
         return replace(found, counted=tuple(dealt(found.counted, across.world_size, across.rank)))
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: object, y: object, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         self.exchange.begin()
         reduces = is_last and not self._is_alone

@@ -71,13 +71,15 @@ class ReplicaPasses(Passes):
         engine.replicas.require_drifting()
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: object, y: object, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         self.store = engine.gradients
         is_last &= self._is_grouped
         return super().run(engine, x, y, sample_start, is_last=is_last)
 
-    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
+    ) -> Reduced:
         round_, store, pieces = engine.round, self.store, engine.pieces
         if self._is_grouped:
             engine.program.settle(engine.backend)

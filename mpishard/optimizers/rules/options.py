@@ -175,7 +175,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         return found
 
 
-def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
+def named_parameters(model: object) -> tuple[ParameterEntry, ...] | None:
     """Return each parameter's name, shape and place; None if the model does not name them."""
     if hasattr(model, "parameter_entries"):
         return tuple(model.parameter_entries)
@@ -184,7 +184,7 @@ def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
     return None
 
 
-def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
+def no_decay_on_biases_and_norms(model: object) -> dict[str, dict[str, float]]:
     """Return options that exempt biases, and scales and shifts of norms, from weight decay.
 
     These are the parameters of fewer than two dims, which decay does not simplify. Join the

@@ -77,7 +77,7 @@ class PlainTraining:
         self.gradients: Array | None = None
         self._before: dict[str, Array] | None = None
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model that `optimize` trains if its data has none."""
         if model is None:
             raise TypeError("set_model needs a model, got None")
@@ -219,7 +219,7 @@ class PlainTraining:
         self.reset()
         self._state, self._segments, self.steps = state, segments, steps
 
-    def _refuse_second_model(self, model: Any) -> None:
+    def _refuse_second_model(self, model: object) -> None:
         if self._trained is not None and model is not self._trained:
             raise ShardingError(
                 f"this {type(self.rule).__name__} holds the state of another model; use an "
@@ -351,7 +351,7 @@ def _encoded(name: str, value: Any) -> Any:
     )
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     """Return the setting that `_encoded` was given.
 
     Raises
@@ -369,7 +369,7 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def refuse_sharded(rule: Optimizer, model: Any) -> None:
+def refuse_sharded(rule: Optimizer, model: object) -> None:
     """Refuse a sharded model: the rule would update with each rank's own gradient."""
     if isinstance(model, IShardedModel):
         name = type(rule).__name__

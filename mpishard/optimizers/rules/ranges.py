@@ -76,7 +76,9 @@ class OwnedRange:
     segments: Sequence[Segment]
     missed: int = 0
 
-    def without(self, unused: Collection[str], numbers: Mapping[str, Any]) -> Iterator[OwnedRange]:
+    def without(
+        self, unused: Collection[str], numbers: Mapping[str, object]
+    ) -> Iterator[OwnedRange]:
         """Yield the parts outside the parameters ``unused``, each with its number of ``missed``."""
 
         def missed(segment: Segment) -> int | None:

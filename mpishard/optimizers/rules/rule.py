@@ -46,7 +46,7 @@ def _above_zero_or_none(name: str, value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def fraction(name: str, value: float) -> float:
+def fraction(name: str, value: Any) -> float:
     """Return a setting that must be in [0, 1)."""
     if not 0 <= as_number(name, value) < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")

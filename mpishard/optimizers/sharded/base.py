@@ -104,7 +104,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._state: ModelState | None = None  # None before the first step
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         rule = self.__dict__.get("_rule")
         if rule is not None and name in rule.checks:  # a value set here would never be read
             raise AttributeError(
@@ -158,7 +158,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Return the rate of the next update."""
         return self._rule.rate_of_step(self.steps)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model, plain or sharded, that `optimize` trains if its data has none.
 
         Raises
@@ -308,7 +308,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         return mean
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    def update_parameters(self, parameters: object, gradients: object) -> Any:
         """Raise NotImplementedError: the state belongs to a model's shards, not to vectors."""
         raise NotImplementedError(
             f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "

@@ -67,7 +67,7 @@ class StateBytes:
         cls,
         backend: CommunicationBackend,
         pieces: Pieces,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
         entries: Sequence[ParameterEntry],
         dtype: DType,
         subject: int = 0,

@@ -167,7 +167,7 @@ _COMPARED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _named_option(value: Any) -> str:
+def _named_option(value: object) -> str:
     if isinstance(value, IPipelineSchedule):
         stages = value.virtual_stages_per_rank
         return f"{value.name} of {stages} stage{'s' * (stages > 1)} per rank"
