@@ -20,7 +20,7 @@ from mpishard.communication import (
     refuse_worlds_of_one,
     run_in_threads,
 )
-from mpishard.contracts import IOptimizer
+from mpishard.contracts import IOptimizer, UserModel
 from mpishard.models import checked_mesh_options
 from mpishard.pipeline import about_schedule
 from mpishard.sharding import ShardingConfiguration
@@ -285,7 +285,7 @@ class TrainingBuilder:
 PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
     """
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
+    def __init__(self, model: UserModel, optimizer: Any) -> None:
         self._pair = model, optimizer
         self._place: CommunicationBackend | ShardingConfiguration | None = None
         self._strategy: str = DistributedStrategy.DDP

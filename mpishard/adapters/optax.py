@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import optional_package
+from mpishard.base import Document, optional_package
 from mpishard.optimizers import JointRule, OwnedRange, ParameterOptions, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
@@ -137,7 +137,7 @@ class OptaxRule(JointRule):
     def needed_state(self) -> tuple[str, ...]:
         return tuple(name for name, leaf in self._leaves.items() if leaf.shape)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Document:
         # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
 
@@ -181,7 +181,7 @@ class OptaxRule(JointRule):
         rate: float,
         before: Mapping[str, object],
         context: UpdateContext,
-    ) -> dict[str, Any]:
+    ) -> Document:
         """Update one part of a range, and return the numbers of the state after it."""
         parameters, gradients = owned.parameters[part], owned.gradients[part]
         vectors = {name: vector[part] for name, vector in owned.state.items()}

@@ -7,10 +7,16 @@ import importlib
 import math
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeAlias
+
+Document: TypeAlias = dict[str, Any]
+"""Named values that JSON can hold: what checkpoints, records and reports say of a run."""
+
+Metadata: TypeAlias = Mapping[str, Any]
+"""A `Document` that is only read, such as the metadata of a checkpoint."""
 
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpishard.base import Array, ShardingError
+from mpishard.base import Array, Document, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
+from mpishard.contracts import UserModel
 
 _log = logging.getLogger("mpishard")
 
@@ -159,7 +160,7 @@ class Run:
         callbacks: Sequence[Any],
         backend: CommunicationBackend,
         *,
-        model: Any = None,
+        model: UserModel = None,
         total_steps: int | None = None,
         unit: str = "samples",
         can_save: bool = True,
@@ -169,7 +170,7 @@ class Run:
         self.total_steps = total_steps
         self.unit = unit
         self.announcement = self.ending = ""
-        self.logged: dict[str, Any] = {}
+        self.logged: Document = {}
         self.wishes = Wishes()
         self._can_save = can_save
         self._reason = self._calling = ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpishard.base import as_amount, as_count
+from mpishard.base import Document, as_amount, as_count
 from mpishard.callbacks.run import Record, Run
 
 
@@ -87,7 +87,7 @@ class EarlyStopping:
         """Whether the patience is exhausted."""
         return self.patience is not None and self.waited >= self.patience
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Document:
         """Return the state that a checkpoint saves as JSON."""
         return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.base import check_path, optional_package
+from mpishard.base import Document, check_path, optional_package
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint import replace_file
 from mpishard.contracts import PathLike
@@ -65,7 +65,7 @@ class _Writer:
     def _open(self, run: Run, record: Record) -> None:
         raise NotImplementedError
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Document) -> None:
         raise NotImplementedError
 
     def _close(self, error: BaseException | None) -> None:
@@ -90,7 +90,7 @@ class JSONLines(_Writer):
     def _open(self, run: Run, record: Record) -> None:
         self._file = MetricsWriter(self._path, resume_step=record.step)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Document) -> None:
         self._file.write(step, **figures)
 
     def _close(self, error: BaseException | None) -> None:
@@ -138,7 +138,7 @@ class CSVFile(_Writer):
         self._stream = self._path.open("a", newline="", encoding="utf-8")
         self._table = csv.DictWriter(self._stream, self._columns, restval="")
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Document) -> None:
         new = [name for name in figures if name not in self._columns]
         if new:  # the table is written anew, with all of its rows, for the new columns
             self._columns += new
@@ -175,7 +175,7 @@ class TensorBoard(_Writer):
         purge = record.step + 1 if record.step else None
         self._events = self._kind(str(self._folder), purge_step=purge, flush_secs=10)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Document) -> None:
         for name, value in figures.items():
             if isinstance(value, str):
                 self._events.add_text(name, value, step)
@@ -208,7 +208,7 @@ class WandB(_Writer):
     def _open(self, run: Run, record: Record) -> None:
         self._run = self._wandb.init(**self._options)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Document) -> None:
         self._run.log(figures, step=step)
 
     def _close(self, error: BaseException | None) -> None:

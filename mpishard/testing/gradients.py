@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, as_amount, as_count, as_integer, require_type
+from mpishard.contracts import UserModel
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
@@ -45,7 +46,7 @@ class GradientMismatchError(AssertionError):
 
 
 def check_gradients(
-    model: Any,
+    model: UserModel,
     x: Any,
     y: Any,
     loss: Any = None,
@@ -261,7 +262,7 @@ def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[s
     }
 
 
-def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]:
+def _loss_function(model: UserModel, x: Any, y: Any, loss: Any) -> Callable[[], float]:
     """Return a function without arguments that computes the model's mean loss on the batch."""
     if loss is None and hasattr(model, "compute_loss_and_gradients"):
         return lambda: float(model.compute_loss_and_gradients(x, y)[0])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.base import Document, Metadata
 from mpishard.torch.buffers import write
 from mpishard.torch.placed import PlacedModule
 
@@ -38,7 +39,7 @@ def to_text(values: Mapping[str, object]) -> str:
     return base64.b64encode(_dumped({k: _plain(v, k) for k, v in values.items()})).decode()
 
 
-def from_text(text: str) -> dict[str, Any]:
+def from_text(text: str) -> Document:
     """Return the values of `to_text`, in their types.
 
     Raises
@@ -47,13 +48,13 @@ def from_text(text: str) -> dict[str, Any]:
         If the text cannot be read.
     """
     try:
-        values: dict[str, Any] = _restored(_loaded(base64.b64decode(text)))
+        values: Document = _restored(_loaded(base64.b64decode(text)))
     except Exception as error:
         raise ValueError(f"PyTorch cannot read its values ({type(error).__name__})") from error
     return values
 
 
-def beside_in(text: str) -> dict[str, Any]:
+def beside_in(text: str) -> Document:
     """Return the values in a checkpoint's text, also in the form of earlier releases.
 
     These had the tensors of a module as "buffers", and other names for parts of an optimizer.
@@ -143,7 +144,7 @@ def _restored(value: Any) -> Any:
 # -------------------------------------------------------------------------------- state of modules
 
 
-def saved_state(placed: PlacedModule) -> dict[str, Any]:
+def saved_state(placed: PlacedModule) -> Document:
     """Return all that the ``state_dict()`` of a module has beside the parameters in the vector.
 
     These are buffers, parameters outside of the vector, extra state, and the values of modules that
@@ -166,7 +167,7 @@ def saved_state(placed: PlacedModule) -> dict[str, Any]:
     return {"state_dict": values, "versions": versions} if values else {}
 
 
-def check_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
+def check_state(placed: PlacedModule, saved: Metadata) -> None:
     """Refuse values that this module does not have.
 
     Raises
@@ -187,7 +188,7 @@ def check_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
             )
 
 
-def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
+def take_state(placed: PlacedModule, saved: Metadata) -> None:
     """Give the values of `saved_state` to the module, which may have more.
 
     Raises

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from mpishard.base import (
+    Document,
     as_amount,
     as_count,
     as_flag,
@@ -16,7 +17,7 @@ from mpishard.base import (
     require_type,
 )
 from mpishard.callbacks import check_callbacks
-from mpishard.contracts import PathLike
+from mpishard.contracts import PathLike, UserModel
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
 from mpishard.training.run_state import check_user_state
 
@@ -121,7 +122,7 @@ class OptimizationInputData:
         and ``load_state_dict`` is saved and restored, as that of ``user_state``.
     """
 
-    model: Any = None
+    model: UserModel = None
     x_train: Any
     y_train: Any = None
     x_validation: Any = None
@@ -238,8 +239,8 @@ class OptimizationInputData:
         if self.resume is True:
             raise ValueError("resume=True needs checkpoint, the folder to resume from")
 
-    def _plain_numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"seed": as_integer("seed", self.seed)}
+    def _plain_numbers(self) -> Document:
+        numbers: Document = {"seed": as_integer("seed", self.seed)}
         for each in fields(self):
             kind, value = str(each.type), getattr(self, each.name)
             is_left_out = value is None and kind.endswith("None")
@@ -278,7 +279,7 @@ class OptimizationInputData:
         length = count_samples(getattr(self, f"x_{part}"))
         return GlobalBatchSampler(length, self.batch_size, leaves=leaves, **choices)
 
-    def order_of_samples(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def order_of_samples(self, lengths: Sequence[int]) -> Document:
         """Return the choices that determine the order of the training samples, for JSON."""
         return {
             "local_data": self.local_data,
@@ -287,6 +288,6 @@ class OptimizationInputData:
             **self._shuffling(),
         }
 
-    def _shuffling(self) -> dict[str, Any]:
+    def _shuffling(self) -> Document:
         names = "seed", "shuffle", "drop_last", "shuffle_block_size"
         return {name: getattr(self, name) for name in names}

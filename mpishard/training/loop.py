@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mpishard import checkpoint
+from mpishard.base import Document
 from mpishard.callbacks import EarlyStopping, JSONLines, ProgressLine, Record, Run, names_of
 from mpishard.communication import same_outcome
 from mpishard.contracts import IFeatureAware
@@ -393,7 +393,7 @@ class TrainingRun:
 
     # --------------------------------------------------------------------------------- positions
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> Document:
         """Return the run's position, and the choices that determine its order. Collective."""
         return {
             "step": self.step,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError
+from mpishard.base import Array, CheckpointError, Document, Metadata
 from mpishard.checkpoint import CheckpointState, Pieces, PlainModelFiles, check_keys, choices_in
 from mpishard.communication import CommunicationBackend, gather_texts, same_outcome
 from mpishard.models import ShardedModelBase
@@ -35,7 +35,7 @@ class BestParameters(CheckpointState):
 
     def __init__(self, model: ShardedModelBase) -> None:
         self._engine, self._plain = model.engine, model.wrapped_model
-        self._choices: dict[str, Any] = {}
+        self._choices: Document = {}
         self._pieces = model.engine.layout.pieces()
         self._kept: Array | None = None
 
@@ -81,7 +81,7 @@ class BestParameters(CheckpointState):
         parts = [(p.start, self._vector[p.in_shard]) for p in pieces]
         return {self.KIND: self._engine.placement.cut(parts, written=written)}
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return the choices; the position of the loop has the best score and step."""
         return {"choices": self._choices} if self._choices else {}
 
@@ -139,7 +139,7 @@ class UserState:
         self._backend = backend
         self.position()  # fails here, if at all
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Document:
         """Return the part that a checkpoint saves, for JSON, complete on rank 0. Collective."""
         if not self._parts:
             return {"names": [], "ranks": []}
@@ -165,7 +165,7 @@ class UserState:
             texts = texts[:1]
         return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
 
-    def check(self, saved: Mapping[str, Any]) -> None:
+    def check(self, saved: Metadata) -> None:
         """Refuse a saved `position` that does not fit. Communicates nothing.
 
         Raises
@@ -186,7 +186,7 @@ class UserState:
                 f"with {len(states)} ranks, or use a state that is equal on all ranks"
             )
 
-    def restore(self, saved: Mapping[str, Any], path: Path) -> None:
+    def restore(self, saved: Metadata, path: Path) -> None:
         """Continue from a `position` that was read from ``path``. Communicates nothing.
 
         Raises

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, DType, copy_into, to_host
+from mpishard.base import Array, Document, DType, Metadata, copy_into, to_host
 from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
@@ -35,7 +34,7 @@ class PlainModelFiles(ICheckpointableModel):
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         """Return name, shape and start of each parameter."""
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return values that are saved besides the parameters, as JSON; {} if all are defaults."""
         return {}
 
@@ -131,7 +130,7 @@ class PlainModelFiles(ICheckpointableModel):
         """Return all parameters, to be overwritten."""
         return self.arrays_to_write()
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return the model's `choices`."""
         choices = self.choices()
         return {"choices": choices} if choices else {}
@@ -145,7 +144,7 @@ class PlainModelFiles(ICheckpointableModel):
         self.take_choices(choices_in(metadata))
 
 
-def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def choices_in(metadata: Metadata) -> Document:
     """Return the choices in a checkpoint's metadata.
 
     Raises
@@ -165,7 +164,7 @@ def named_bytes(
     return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 
 
-def choices_of(data: bytes) -> dict[str, Any]:
+def choices_of(data: bytes) -> Document:
     """Return the choices in bytes of `named_bytes`, whose arrays `tensors_of` has read."""
     return dict(json.loads(metadata_of(data).get(CHOICES_HEADER, "{}")))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpishard.base import Array, NoSampleError, read_numbers
+from mpishard.base import Array, Metadata, NoSampleError, read_numbers
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
@@ -105,7 +105,7 @@ class Passes:
         engine.replicas.require_equal("a synchronised step")
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self, engine: Engine, x: Any, y: Any, settings: Metadata, sample_start: int | None
     ) -> Reduced:
         """Return the gradient of a checked batch: see `Engine.gradient`."""
         round_ = engine.round
@@ -192,7 +192,7 @@ class OwnPasses(Passes):
             engine.passes.require(engine)  # which refuses it
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self, engine: Engine, x: Any, y: Any, settings: Metadata, sample_start: int | None
     ) -> Reduced:
         round_ = engine.round
         if sample_start is None:

@@ -10,6 +10,7 @@ import numpy as np
 from mpishard.base import (
     HOST,
     Array,
+    Document,
     MissingLossError,
     Scalar,
     require_plain,
@@ -19,7 +20,7 @@ from mpishard.base import (
 )
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved
+from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved, UserModel
 from mpishard.data import Samples, map_arrays
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
@@ -99,7 +100,7 @@ class LayeredProgram(Program):
         for chain in self.chains:
             chain.freeze(names, self.frozen_units)
 
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> Document:
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
         layers = {"number of layers": len(self._model.layers)}
         return layers | super().structure() | settings_of(self._model) | choices
@@ -164,7 +165,7 @@ class LayeredProgram(Program):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # A deep copy, because choices of layers, such as the features in use, must not be shared.
         if isinstance(self._model, ICloneable):
             return self._model.deep_copy()

@@ -13,6 +13,7 @@ from mpishard.base import (
     Array,
     Data,
     Device,
+    Document,
     DType,
     MissingMemberError,
     Scalar,
@@ -23,7 +24,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -230,7 +231,7 @@ class Program(ABC):
             return []
         return [entry.name for entry in self.entries if entry.name not in self.frozen]
 
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> Document:
         """Return what must be the same on all ranks: name -> value, for JSON."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
         parameters = {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in self.entries}
@@ -283,12 +284,12 @@ class Program(ABC):
         program.freeze(self.frozen)
         return program, model
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: UserModel) -> None:
         """Compute with ``model`` from now on."""
         self._model = model
         self.default_loss = getattr(model, "default_loss_function", None)
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         return copy.deepcopy(self._model)
 
     # -------------------------------------------------------------------------------- computing

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpishard import checkpoint
-from mpishard.base import Array, to_host
+from mpishard.base import Array, Document, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     NUMBER,
@@ -64,7 +64,7 @@ class ModelFiles:
         full = to_host(self.engine.gather())
         return named_bytes(self.parameters(), full, self._choices())
 
-    def unpacked(self, data: bytes) -> tuple[Array, dict[str, Any]]:
+    def unpacked(self, data: bytes) -> tuple[Array, Document]:
         """Return the vector and the choices in bytes of `serialize`. Collective."""
         arrays, choices = tensors_of(data), choices_of(data)
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
@@ -100,7 +100,7 @@ class ModelFiles:
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
-    def metadata(self, strategy: str) -> Mapping[str, Any]:
+    def metadata(self, strategy: str) -> Metadata:
         """Return the origin of the parameters and figures of their training."""
         origin = {
             "strategy": strategy,
@@ -140,7 +140,7 @@ class ModelFiles:
         require_form(metadata, form, "metadata.model")
         self._check_choices(choices_in(metadata))
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue from a checkpoint whose parameters have been read."""
         # Random layers depend on the step. The checkpoint of a plain model has none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
@@ -169,7 +169,7 @@ class ModelFiles:
                 "; ".join(changed),
             )
 
-    def _choices(self) -> dict[str, Any]:
+    def _choices(self) -> Document:
         model = self.plain
         return model.choices() if isinstance(model, PlainModelFiles) else {}
 

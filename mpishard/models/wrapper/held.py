@@ -8,11 +8,10 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, ReplicaError, array_namespace, copy_into, to_host
+from mpishard.base import Array, Document, ReplicaError, array_namespace, copy_into, to_host
 from mpishard.communication import CommunicationBackend, all_texts, same_outcome, who
 from mpishard.models.engine.engine import Engine
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -98,7 +97,7 @@ class HeldParameters:
                 found.append((start, stop))
         return tuple(found)
 
-    def properties(self) -> dict[str, Any]:
+    def properties(self) -> Document:
         """Return the metadata that describe the sharding."""
         policy = self.engine.policy
         return {

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Device, array_namespace, check_sizes, is_size, to_host
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    Device,
+    Document,
+    array_namespace,
+    check_sizes,
+    is_size,
+    to_host,
+)
 from mpishard.contracts import ModelMetadata
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh, sigmoid
 from mpishard.nn.layers.composites import Sequential
@@ -157,7 +166,7 @@ class LinearModel(Model):
 
     # -------------------------------------------------------------------------------------- files
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the active features and the spread, each only if it is not the default."""
         choices = super().choices()
         if (self._spread != 1).any():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, Data, ShardingError, copy_into
+from mpishard.base import Array, Data, Document, Metadata, ShardingError, copy_into
 from mpishard.checkpoint import Pieces
 from mpishard.communication import differences
 from mpishard.models import ShardedModelBase, StepReport, Update
@@ -69,7 +69,7 @@ class DelayedState(ModelState):
         assert isinstance(exchange, DelayedSums)
         return exchange
 
-    def settings(self, update: int | None = None) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> Document:
         # A rank whose round failed alone has dropped gradients that the others still have.
         return {**super().settings(update), "gradients under way": self.sums.pending}
 
@@ -151,11 +151,11 @@ class DelayedState(ModelState):
             for number, parts in enumerate(gradients)
         }
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         weights = list(_newest(self._weights, self.sums.pending))
         return {**super().checkpoint_metadata(), "delayed_weights": weights}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue with the saved gradients; if there are more than ``delay``, with the newest."""
         super().restored(metadata)
         kept = _newest(self._read, self._delay)

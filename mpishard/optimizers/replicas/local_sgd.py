@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
 
-from mpishard.base import as_count, require_type
+from mpishard.base import Document, as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState
@@ -128,7 +127,7 @@ class LocalSGDOptimizer(ReplicasOptimizer):
         self.exchange = exchange
         self._choose_replicas(strategy)
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> Document:
         outer = None if self.outer is None else self.outer.fingerprint()
         return {**super()._fingerprint(), "outer": outer}
 

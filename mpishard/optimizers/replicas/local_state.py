@@ -13,6 +13,7 @@ from mpishard.base import (
     BFLOAT16,
     Array,
     Data,
+    Metadata,
     NoSampleError,
     ShardingError,
     array_namespace,
@@ -329,10 +330,10 @@ class LocalState(ModelState):
         outer = {f"outer_{n}": v for n, v in self._outer_state.items() if n != "anchor"}
         return self._regions(pieces, outer)
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         return {**super().checkpoint_metadata(), "outer": {"steps": [self._outer_steps]}}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         super().restored(metadata)
         for name, target in self.vectors.items():
             vector = target

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mpishard.base import as_amount, as_count, as_flag, require_type, take_plain_fields
+from mpishard.base import Metadata, as_amount, as_count, as_flag, require_type, take_plain_fields
 from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.schedules import (
     Exponential,
@@ -76,7 +76,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
                     "one of the two"
                 )
 
-    def __getitem__(self, pattern: str) -> Mapping[str, Any]:
+    def __getitem__(self, pattern: str) -> Metadata:
         return MappingProxyType(self._held[pattern])
 
     def __iter__(self) -> Iterator[str]:

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, is_device_array, lie_end_to_end, stretched
+from mpishard.base import Array, Document, Metadata, is_device_array, lie_end_to_end, stretched
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]
@@ -57,7 +56,7 @@ class UpdateContext:
     sum_over_owners: Callable[[Array], Array] = lambda vector: vector
     parameter_names: Sequence[str] = ()
     loss: float | None = None
-    numbers: dict[str, Any] = field(default_factory=dict)
+    numbers: Document = field(default_factory=dict)
     missed: int = 0
 
 
@@ -98,13 +97,13 @@ class OwnedRange:
             )
 
 
-def missed_by(name: str, numbers: Mapping[str, Any]) -> int:
+def missed_by(name: str, numbers: Metadata) -> int:
     """Return the number of updates that have left a parameter out: see `count_missed`."""
     missed: Mapping[str, int] = numbers.get(_MISSED, {})
     return missed.get(name, 0)
 
 
-def count_missed(unused: Collection[str], numbers: dict[str, Any]) -> None:
+def count_missed(unused: Collection[str], numbers: Document) -> None:
     """Note in a rule's ``numbers`` that an update has left out the parameters ``unused``."""
     if unused:
         before = numbers.get(_MISSED, {})

@@ -10,9 +10,18 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
 
-from mpishard.base import Array, as_amount, as_number, check_path, nearest, require_type
+from mpishard.base import (
+    Array,
+    Document,
+    Metadata,
+    as_amount,
+    as_number,
+    check_path,
+    nearest,
+    require_type,
+)
 from mpishard.checkpoint import replace_file
-from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
+from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike, UserModel
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
@@ -290,7 +299,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             return 1.0
         return self.clip_global_norm / gradient_norm
 
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Metadata:
         """Return the settings: the arguments of ``__init__`` that are kept under their names.
 
         Arguments of the bases count; other attributes, such as counts of a rule, do not.
@@ -304,12 +313,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         names = dict.fromkeys((*given, "algorithm_options"))
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Document:
         """Return the settings for JSON, to compare them between ranks and with a checkpoint.
 
         A schedule may be any function, so it is represented by its rates at some steps.
         """
-        found: dict[str, Any] = {"rule": type(self).__name__}
+        found: Document = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
@@ -342,7 +351,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Forget the own state and step count, and the model they belong to."""
         self._own.reset()
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: UserModel) -> None:
         """Name the model that `optimize` trains if its data has none.
 
         `update_parameters` takes a vector of its length for its parameters, with their names.
@@ -379,7 +388,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         return train_plain(self, input_data)
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.
 
         Parameters
@@ -438,10 +447,10 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return self._own.update_parameters(parameters, gradients)
 
     @overload
-    def apply_gradients(self, gradients: Array, model: Any, /) -> Any: ...
+    def apply_gradients(self, gradients: Array, model: UserModel, /) -> Any: ...
     @overload
     def apply_gradients(
-        self, original_parameters: Array, gradients: Array, model: Any, /
+        self, original_parameters: Array, gradients: Array, model: UserModel, /
     ) -> Any: ...
     def apply_gradients(self, *given: Any) -> Any:
         """Make one update of a model with the own state, and return the model.

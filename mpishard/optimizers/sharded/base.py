@@ -15,6 +15,8 @@ from mpishard.base import (
     Array,
     CommunicationError,
     Data,
+    Document,
+    Metadata,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -35,6 +37,7 @@ from mpishard.contracts import (
     IShardedModel,
     IShardedOptimizer,
     PathLike,
+    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -148,10 +151,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """The rank's state vectors by name, each as long as the part that the rank updates."""
         return {} if self._state is None else self._state.vectors
 
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Metadata:
         return {**self._rule.get_options(), **self._settings()}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
@@ -362,7 +365,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if reason := self._refused.get(member):
             raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> Document:
         """Return the settings that all ranks must share, for JSON."""
         return {**self._rule.fingerprint(), **self._settings()}
 
@@ -453,7 +456,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: Any) -> None:
+    def _synchronize_parameters(self, model: UserModel) -> None:
         """Give a plain model on every rank the mean of all ranks' parameters. Collective.
 
         Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.
@@ -483,7 +486,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         settings = {**saved.metadata["settings"], **self._lasting()}
         return replace(saved, metadata={**saved.metadata, "settings": settings}).to_bytes()
 
-    def _lasting(self) -> dict[str, Any]:
+    def _lasting(self) -> Document:
         return {name: getattr(self, name) for name in self._lasting_settings}
 
     def deserialize(self, data: bytes) -> None:

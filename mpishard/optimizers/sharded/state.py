@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base import Array, Data, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, Document, Metadata, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
@@ -73,7 +73,7 @@ class ModelState(CheckpointState):
         self.frozen = frozen
         self.kind = f"optimizer/{type(rule).__name__}"
         self.steps = 0
-        self.numbers: dict[str, Any] = {}
+        self.numbers: Document = {}
         self.last_gradient: tuple[float, tuple[int, int]] | None = None
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
@@ -152,7 +152,7 @@ class ModelState(CheckpointState):
     def settle(self) -> None:
         """Make all replicas equal: they are, unless a subclass lets them differ. Collective."""
 
-    def settings(self, update: int | None = None) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> Document:
         """Return the settings that may change between steps, which the ranks compare.
 
         ``update`` is the number, from 0, of the update with these settings, by default the next.
@@ -298,7 +298,7 @@ class ModelState(CheckpointState):
 
     def _regions(
         self, pieces: Sequence[Piece], vectors: Mapping[str, Array] | None = None
-    ) -> dict[str, Any]:
+    ) -> Document:
         """Return the pieces of the state's vectors, or of others as long, by kind."""
         cut = self.engine.placement.cut
         return {
@@ -306,12 +306,12 @@ class ModelState(CheckpointState):
             for name, vector in (self.vectors if vectors is None else vectors).items()
         }
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return settings, step count and the rule's numbers."""
         numbers = {"numbers": self.numbers} if self.numbers else {}
         return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps, **numbers}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue from the saved step."""
         require_form(metadata, STATE_FORM, "metadata.optimizer")
         settings = metadata["settings"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, to_host
+from mpishard.base import Array, CheckpointError, Document, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     OBJECT,
@@ -28,7 +28,7 @@ from mpishard.sharding import ParameterEntry, Region, put_region, take_region
 
 _HEADER = "mpishard.optimizer"
 
-STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
+STATE_FORM: Document = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
 """The form of an optimizer's metadata in a checkpoint."""
 
 Tensors = dict[str, Array]
@@ -54,7 +54,7 @@ class StateBytes:
         Kind -> parameter -> NumPy array in the parameter's shape. Frozen parameters have none.
     """
 
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     arrays: Mapping[str, Tensors] = field(default_factory=dict)
 
     @classmethod
