@@ -49,7 +49,7 @@ class _DevicePointer(Protocol):
 
 
 class _DeviceArray(Protocol):
-    """What an array of CuPy has and one of NumPy has not, and what is asked beside it."""
+    """What an array of CuPy adds to the interface of NumPy's, and its dtype."""
 
     data: _DevicePointer
     dtype: DType
