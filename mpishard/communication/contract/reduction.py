@@ -234,7 +234,7 @@ class TreeReducer:
             if result is not target or not direct:
                 out[start:stop] = result
 
-    def _buffers(self, xp: Any, dtype: DType, length: int, count: int) -> list[Array]:
+    def _buffers(self, xp: Namespace, dtype: DType, length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < length:

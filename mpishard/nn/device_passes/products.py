@@ -12,11 +12,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Kernel, address
+from mpishard.base import NAMESPACES, Array, Kernel, Namespace, address
 
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads both on the host.
@@ -93,7 +92,7 @@ def _operand(x: Array) -> tuple[Array, bool]:
 
 
 def _multiply(
-    xp: Any, left: tuple[Array, bool], right: tuple[Array, bool], out: Array, precision: str
+    xp: Namespace, left: tuple[Array, bool], right: tuple[Array, bool], out: Array, precision: str
 ) -> None:
     blas, runtime = xp.cuda.cublas, xp.cuda.runtime
     (a, a_is_turned), (b, b_is_turned) = left, right
