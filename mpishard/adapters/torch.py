@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base import Array, DType, Scalar, optional_package, require_plain
+from mpishard.base import Array, Document, DType, Metadata, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
@@ -177,21 +177,21 @@ class TorchModel(PlacedVectorModel):
     def computes_together(self) -> bool:
         return self._placed.computes_together
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the state of the module beside the flat vector, which training may change."""
         from mpishard.torch.beside import saved_state, to_text
 
         state = saved_state(self._placed)
         return {_BESIDE: to_text(state)} if state else {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Metadata) -> None:
         """Refuse state that the module does not have, naming one value."""
         from mpishard.torch.beside import check_state
 
         super().check_choices({n: choices[n] for n in choices if n not in (_BESIDE, _BUFFERS)})
         check_state(self._placed, _beside_in(choices))
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Metadata) -> None:
         """Restore the state of `choices`; without any, the module keeps its state."""
         from mpishard.torch.beside import take_state
 
@@ -281,7 +281,7 @@ def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Arra
         receive(index, gradient)
 
 
-def _beside_in(choices: Mapping[str, Any]) -> dict[str, Any]:
+def _beside_in(choices: Metadata) -> Document:
     from mpishard.torch.beside import from_text
 
     if _BUFFERS in choices:

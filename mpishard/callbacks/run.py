@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from mpishard.base import Array, ShardingError
+from mpishard.base import Array, Document, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
+from mpishard.contracts import UserModel
 
 _log = logging.getLogger("mpishard")
 
@@ -162,7 +163,7 @@ class Run:
         callbacks: Sequence[object],
         backend: CommunicationBackend,
         *,
-        model: Any = None,
+        model: UserModel = None,
         total_steps: int | None = None,
         unit: str = "samples",
         can_save: bool = True,

@@ -231,7 +231,7 @@ class _SequenceRun:
             given = self._place(step, np.zeros(expected.shape, step.dtype), step.out_at)
             options["out"] = given
 
-        def check(result: Any) -> None:
+        def check(result: object) -> None:
             assert_same(result, expected, str(step))
             assert given is None or result is given, f"{step} returned another array"
             if mine is not None and mine is not given:

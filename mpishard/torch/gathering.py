@@ -258,14 +258,14 @@ def _follow(
 
 
 @called_as("backward()")
-def _before_backward(uses: Sequence[Callable[..., None]], _gradients: Any) -> None:
+def _before_backward(uses: Sequence[Callable[..., None]], _gradients: object) -> None:
     """Gather units before autograd differentiates an operation that used them. Collective."""
     for use in uses:
         use(is_training=True)
 
 
 def give_whole_tensors(
-    _module: torch.nn.Module, state: StateDict, prefix: str, _metadata: Any
+    _module: torch.nn.Module, state: StateDict, prefix: str, _metadata: object
 ) -> None:
     """Replace the views in a ``state_dict()``, whose memory is freed later, by copies. Collective.
 

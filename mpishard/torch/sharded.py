@@ -256,12 +256,12 @@ def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: Array | No
     sharded.passes.receive(place, gradient)
 
 
-def _round_inputs(_module: torch.nn.Module, arguments: Any, options: Any) -> Any:
+def _round_inputs(_module: torch.nn.Module, arguments: object, options: object) -> Any:
     """Round floating-point inputs before a forward pass, as the module's hook."""
     return rounded((arguments, options))
 
 
-def _explain(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+def _explain(module: torch.nn.Module, _inputs: object, output: object) -> None:
     """Add a note to PyTorch's error, if the forward pass raised one, as the module's hook."""
     error = sys.exception()
     if output is None and isinstance(error, RuntimeError):
@@ -352,14 +352,14 @@ def shard(
     return module
 
 
-def _forward_begins(module: torch.nn.Module, _inputs: Any) -> None:
+def _forward_begins(module: torch.nn.Module, _inputs: object) -> None:
     """Open the span "forward" of a traced run, as the module's hook."""
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:  # It is None in a copy of the module.
         owner.passes.part_of_step.enter_context(span("forward"))
 
 
-def _forward_ends(module: torch.nn.Module, *_: Any) -> None:
+def _forward_ends(module: torch.nn.Module, *_: object) -> None:
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:
         owner.passes.part_of_step.close()

@@ -19,7 +19,7 @@ from mpishard.base import (
     ShardingError,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -214,7 +214,7 @@ class PlacedProgram(WholeProgram):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # Memory without values: the caller copies them from this program's store.
         return self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
 

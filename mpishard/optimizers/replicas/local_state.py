@@ -12,6 +12,7 @@ from mpishard.base import (
     BFLOAT16,
     Array,
     Data,
+    Metadata,
     NoSampleError,
     ShardingError,
     array_namespace,

@@ -15,6 +15,8 @@ from mpishard.base import (
     Array,
     CommunicationError,
     Data,
+    Document,
+    Metadata,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -35,6 +37,7 @@ from mpishard.contracts import (
     IShardedModel,
     IShardedOptimizer,
     PathLike,
+    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -151,7 +154,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def get_options(self) -> Mapping[str, object]:
         return {**self._rule.get_options(), **self._settings()}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
@@ -459,7 +462,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: Any) -> None:
+    def _synchronize_parameters(self, model: UserModel) -> None:
         """Give a plain model on every rank the mean of all ranks' parameters. Collective.
 
         Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.
