@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
-from mpishard.base import Array, Document, ShardingError
+from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
 from mpishard.contracts import UserModel
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from mpishard.base import Document, as_amount, as_count
+from mpishard.base import as_amount, as_count
 from mpishard.callbacks.run import Record, Run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
-from mpishard.base import Document, check_path, optional_package
+from mpishard.base import check_path, optional_package
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint import replace_file
 from mpishard.contracts import PathLike

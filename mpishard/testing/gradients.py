@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpishard.base import Array, as_amount, as_count, as_integer, require_type
-from mpishard.contracts import UserModel
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer

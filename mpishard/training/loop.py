@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.base import Document
 from mpishard.callbacks import EarlyStopping, JSONLines, ProgressLine, Record, Run, names_of
 from mpishard.communication import same_outcome
 from mpishard.contracts import IFeatureAware

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, Document, Metadata
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint import CheckpointState, Pieces, PlainModelFiles, check_keys, choices_in
 from mpishard.communication import CommunicationBackend, gather_texts, same_outcome
 from mpishard.models import ShardedModelBase

@@ -13,7 +13,6 @@ from mpishard.base import (
     Array,
     Data,
     Device,
-    Document,
     DType,
     MissingMemberError,
     Scalar,

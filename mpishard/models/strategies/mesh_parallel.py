@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.base import Document
 from mpishard.communication import AXES, ProcessMesh
 from mpishard.contracts import ILayeredModel, ModelMetadata, UserModel
 from mpishard.models.engine.leaves import check_leaves

@@ -17,10 +17,8 @@ import numpy.typing as npt
 from mpishard import checkpoint
 from mpishard.base import (
     Array,
-    Document,
     DType,
     LeafLayout,
-    Metadata,
     MissingMemberError,
     ShardingError,
     as_flag,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpishard import checkpoint
-from mpishard.base import Array, Document, Metadata, to_host
+from mpishard.base import Array, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     NUMBER,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.base import Array, Document, ReplicaError, array_namespace, copy_into, to_host
+from mpishard.base import Array, ReplicaError, array_namespace, copy_into, to_host
 from mpishard.communication import CommunicationBackend, all_texts, same_outcome, who
 from mpishard.models.engine.engine import Engine
 from mpishard.models.stores.parameter_store import ParameterStore

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Kernel, Namespace, address
+from mpishard.base import NAMESPACES, Array, Kernel, address
 
 # A context variable, because each thread-rank may train a model of another precision.
 _precision: ContextVar[str | None] = ContextVar("precision of products on a GPU", default=None)

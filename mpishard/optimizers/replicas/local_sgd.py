@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from types import MappingProxyType
 
-from mpishard.base import Document, as_count, require_type
+from mpishard.base import as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, overload
 
 from mpishard.base import (
     Array,
-    Document,
-    Metadata,
     as_amount,
     as_number,
     check_path,

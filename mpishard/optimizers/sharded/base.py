@@ -16,7 +16,6 @@ from mpishard.base import (
     CommunicationError,
     Data,
     Document,
-    Metadata,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,

@@ -10,7 +10,7 @@ from typing import ClassVar, TypedDict
 
 import numpy as np
 
-from mpishard.base import Array, Data, Document, Metadata, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, Metadata, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, Document, DType, Metadata, to_host
+from mpishard.base import Array, CheckpointError, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     OBJECT,
