@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import optional_package
+from mpishard.base import Document, optional_package
 from mpishard.optimizers import JointRule, ParameterOptions, PieceViews, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)

@@ -16,7 +16,6 @@ from mpishard.optimizers.replicas.delayed_sums import DelayedSums
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece
 
 _Item = TypeVar("_Item")

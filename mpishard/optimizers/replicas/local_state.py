@@ -37,7 +37,6 @@ from mpishard.optimizers.replicas.exchanged_passes import exchanged_pieces
 from mpishard.optimizers.rules.pieces import PieceViews, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece, Region
 
 CODES: dict[str, Code] = {

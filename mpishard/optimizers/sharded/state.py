@@ -23,7 +23,7 @@ from mpishard.optimizers.rules.pieces import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.state_bytes import STATE_FORM, Metadata, StateBytes
+from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
 from mpishard.sharding import ParameterEntry, Piece, Region, refuse_line_search
 
 _log = logging.getLogger("mpishard")

@@ -33,9 +33,6 @@ STATE_FORM: dict[str, object] = {"optimizer_steps": COUNT, "settings": OBJECT, "
 
 Tensors = dict[str, Array]
 
-Metadata = Mapping[str, Any]
-"""The metadata of a state in a checkpoint: an object of JSON, in `STATE_FORM`."""
-
 
 def kinds_of(rule: Optimizer) -> set[str]:
     """Return the kinds of a rule's own state."""
