@@ -317,7 +317,7 @@ class Round:
         return f"{what} is not finite (loss sums by data rank: {sums})"
 
     def refuse_nonfinite(self, what: str, step: int) -> None:
-        """Raise `NonFiniteLossError`, which says ``what``, unless the configuration allows it."""
+        """Raise `NonFiniteLossError` with the text ``what``, unless the configuration allows it."""
         if self._config.allow_nonfinite:
             return
         raise NonFiniteLossError(

@@ -151,7 +151,7 @@ class PlacedProgram(WholeProgram):
 
     No step copies parameters. Gradients are written to the store as they come. Each unit is reduced
     when it and all units after it are complete, so that ranks communicate in one order even if
-    their backward passes take different ways.
+    their backward passes reach parameters in different orders.
 
     Parameters
     ----------

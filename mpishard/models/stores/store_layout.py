@@ -63,7 +63,7 @@ class StoreLayout:
 
     @property
     def is_alone_on_gpu(self) -> bool:
-        """Whether one rank holds all, in the memory of a GPU: a shard is then the whole."""
+        """True if one rank holds all in the memory of a GPU: its shard is the whole vector."""
         return self.backend.world_size == 1 and self.device.is_gpu and not self.is_on_host
 
     @property
