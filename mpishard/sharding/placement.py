@@ -289,9 +289,9 @@ def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
         high = min(region.stop - number * run, run)
         if low < high:
             index = [*outer, *([0] * (len(shape) - joined))]
-            places = (
+            offsets = (
                 (box[0] + i) * stride
                 for box, i, stride in zip(region.box, index, strides, strict=True)
             )
-            first = entry.start + sum(places)
+            first = entry.start + sum(offsets)
             yield first + low, first + high

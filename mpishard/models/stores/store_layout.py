@@ -95,7 +95,7 @@ class StoreLayout:
     def pieces_of_all(self) -> tuple[Piece, ...]:
         """Return the pieces of all owners, in flat order: the flat vector, cut by unit and owner.
 
-        Their ``offset`` is the place in the flat vector at which they begin.
+        Their ``offset`` is their start in the flat vector.
         """
         return tuple(
             Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)

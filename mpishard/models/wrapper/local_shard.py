@@ -1,4 +1,4 @@
-"""The parameters that a rank holds: values, places in the flat vector, and equality of replicas."""
+"""The parameters that a rank holds: values, ranges of the flat vector, and equality of replicas."""
 
 from __future__ import annotations
 
