@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpishard.base.arguments import (
+        Document,
+        Metadata,
         adapter_hint,
         as_amount,
         as_count,
@@ -116,11 +118,13 @@ _MODULES = (
 
 def __getattr__(name: str) -> object:
     """Import a module, or a name of one, on first use."""
+    # Modules come first: `from mpishard.base import settings` asks for one by this function, too.
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     for module in _MODULES:
         found = vars(importlib.import_module(f"{__name__}.{module}"))
         if name in found:
+            # Kept, so that only the first use of a name takes this search.
             globals()[name] = found[name]
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,6 +97,7 @@ class Device:
         """
         if isinstance(text, Device):
             return text
+        # CuPy is loaded only after the name is known to be one of a GPU.
         match = re.fullmatch(r"cpu|cuda(?::(\d+))?", str(text))
         if match is None:
             raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<number>', got {text!r}")
@@ -134,6 +135,7 @@ class Device:
         """Return the device with the GPU number for ``local_rank``, unless it has a number."""
         if not self.is_gpu or self.index is not None:
             return self
+        # Modulo, because a node may have more ranks than GPUs.
         return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
@@ -148,6 +150,7 @@ class Device:
             return
         cupy = load_cupy()
         if self.index is not None:
+            # Not in a `with` block: the device stays the thread's own for all later steps.
             cupy.cuda.Device(self.index).use()
         _try_out(cupy, cupy.cuda.runtime.getDevice())
 
@@ -155,8 +158,10 @@ class Device:
         """Return ``array``, or a copy of it, on the device."""
         if not self.is_gpu:
             return to_host(array)
+        # CuPy allocates on the thread's current device.
         self.use()
         if is_device_array(array):
+            # The array itself if it is on this GPU already, otherwise a copy.
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
         copy_into(copy, array)
@@ -197,6 +202,7 @@ def _try_out(cupy: ModuleType, number: int) -> None:
     """Compile and run a kernel and a product: a driver suffices to import CuPy, not for these."""
     try:
         with cupy.cuda.Device(number):
+            # The first line needs CUDA's compiler, and the product cuBLAS: either may be missing.
             twos = 2 * cupy.ones((2, 2))
             (twos @ twos).get()
     except Exception as error:  # of the compiler, the loader of libraries, or CUDA itself

@@ -74,7 +74,9 @@ class LoopHooks:
         **values
             Values that are logged with the step, as by `Run.log`.
         """
+        # Before the callbacks, whose time is not that of the step.
         now = time.perf_counter()
+        # A request counts until the next step.
         self.saves = False
         self.record = Record(
             self.record.step + 1,
@@ -87,6 +89,7 @@ class LoopHooks:
             now - self._stepped,
         )
         self._stepped = now
+        # Before `on_step`, in which writers write what is logged.
         self.run.log(**values)
         self.run.call("on_step", self.record)
         return self._agree()
@@ -109,8 +112,10 @@ class LoopHooks:
     def _agree(self) -> bool:
         own = self.run.requests.own
         is_preempted, stops, saves = self._preemption.is_asked_or(own[0] > 0, own[1] > 0)
+        # They are sent: the next exchange must not count them again.
         own[:] = 0.0, 0.0
         self.saves = self.saves or saves or is_preempted
+        # Reported once. The flags are equal on all ranks, so that all of them report.
         if stops and not self.stops:
             self.run.stopped(self.record.step)
         self.is_preempted = self.is_preempted or is_preempted
@@ -184,7 +189,9 @@ def running(
         hooks = LoopHooks(run, stack.enter_context(Preemption(backend)), step)
         run.call("on_start", hooks.record)
         yield hooks
+        # Not after an error, of which context managers learn in their __exit__.
         run.call("on_stop", hooks.record)
+        # Raised only here, so that the loop could save before.
         if hooks.is_preempted:
             reached = hooks.record.step
             message = f"preempted after step {reached}"

@@ -59,6 +59,7 @@ class Preemption:
     ) -> None:
         self._backend = backend
         self._resumable_by = resumable_by
+        # A process that the rank forks inherits the handlers, and must not obey for the run.
         self._process = os.getpid()
         self._before: dict[signal.Signals, _Handler] = {}
         self._received: set[signal.Signals] = set()
@@ -66,6 +67,7 @@ class Preemption:
         self._may_be_asked = False
         self._is_obeyed = False
         self._page: StatusPage | None = None
+        # Python calls handlers in the main thread, and lets no other thread set them.
         self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -86,8 +88,10 @@ class Preemption:
         if self._page is not None and os.getpid() == self._process:
             self._page.note_saving(False)
         for number, handler in self._before.items():
+            # A handler that the user has set meanwhile stays.
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, handler)
+        # The signal came after the last save: the earlier handler decides.
         if kind is None and not self._is_obeyed:
             for number in self._received:
                 os.kill(os.getpid(), number)
@@ -98,6 +102,7 @@ class Preemption:
 
     def is_asked_or(self, *flags: bool) -> list[bool]:
         """Return `is_asked`, and for each flag whether any rank has set it. Collective."""
+        # The flags of the caller travel in the same message: each step sends one.
         is_ordered = self._may_be_asked and self._is_ordered
         self._is_obeyed, *any_set = self._any_of(is_ordered, *flags)
         if self._is_obeyed and self._is_main_thread:
@@ -124,9 +129,11 @@ class Preemption:
             now = time.monotonic()
             if self._terminated_at is None:
                 self._terminated_at = now
+            # A second order means at once, and not after the save.
             elif now - self._terminated_at > _ONE_ORDER_SECONDS:
                 self._pass_on(number)
                 return
+        # Only noted: a handler may interrupt a collective, and must not begin another one.
         self._received.add(signal.Signals(number))
 
     def _pass_on(self, number: int) -> None:

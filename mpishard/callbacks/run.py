@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
+from mpishard.contracts import UserModel
 
 _log = logging.getLogger("mpishard")
 
+# By id, because callbacks need not be hashable.
 _users: dict[int, int] = {}  # the rank that uses a callback with a state, by the callback's id
 
 HOOKS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_stop")
@@ -74,6 +76,7 @@ class Requests:
     Both are ``[stop, save]``, above 0 if requested. They travel as summands of an all-reduce.
     """
 
+    # Numbers, because they travel in the vector of a step's totals.
     own: list[float] = field(default_factory=lambda: [0.0, 0.0])
     received: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
@@ -118,6 +121,7 @@ def check_callbacks(callbacks: object) -> tuple[object, ...]:
 
 def names_of(callbacks: Sequence[object]) -> list[str]:
     """Return the class name of each callback, with a number from the second of a class on."""
+    # A checkpoint saves states by these names, so that two of a class need two.
     kinds = [type(callback).__name__ for callback in callbacks]
     counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
     return [
@@ -159,7 +163,7 @@ class Run:
         callbacks: Sequence[object],
         backend: CommunicationBackend,
         *,
-        model: Any = None,
+        model: UserModel = None,
         total_steps: int | None = None,
         unit: str = "samples",
         can_save: bool = True,
@@ -174,6 +178,7 @@ class Run:
         self._can_save = can_save
         self._reason = self._calling = ""
         self._callbacks = callbacks
+        # Looked up once: most callbacks have few of the methods.
         self._methods: dict[str, list[tuple[str, Callable[[Run, Record], None]]]] = {
             hook: [
                 (name, getattr(callback, hook))
@@ -199,6 +204,7 @@ class Run:
         It is enough if one rank calls it. Rank 0 logs the ``reason``.
         """
         self.requests.own[0] = 1.0
+        # The first reason counts, with the name of the callback that gave it.
         self._reason = self._reason or ": ".join(filter(None, [self._calling, reason]))
 
     def save(self) -> None:
@@ -209,6 +215,7 @@ class Run:
         ValueError
             If the run saves no checkpoints.
         """
+        # A request that nothing can fulfil would be ignored in silence.
         if not self._can_save:
             raise ValueError("run.save() needs checkpoint, the folder to write to")
         self.requests.own[1] = 1.0
@@ -223,6 +230,7 @@ class Run:
         ValueError
             For ``step``, which names the row of all figures, and arrays of several elements.
         """
+        # Arrays of one element, such as losses of PyTorch, are numbers.
         for name, value in values.items():
             if math.prod(shape := getattr(value, "shape", ())) != 1:
                 raise ValueError(
@@ -250,6 +258,7 @@ class Run:
         """
         for name, callback in zip(names_of(self._callbacks), self._callbacks, strict=True):
             if hasattr(callback, "state_dict"):
+                # Atomic, so that two thread-ranks cannot both become the user.
                 rank = _users.setdefault(id(callback), self.rank)
                 if rank != self.rank:
                     raise ShardingError(
@@ -267,6 +276,7 @@ class Run:
         An exception is raised with a note that names the callback.
         """
         for name, method in self._methods[hook]:
+            # For the reason of a stop that this callback requests.
             self._calling = name
             try:
                 method(self, record)
@@ -277,6 +287,7 @@ class Run:
                 )
                 raise
         self._calling = ""
+        # Last, because the writers come after all callbacks that log.
         self.logged.clear()
 
     def stopped(self, step: int) -> None:
@@ -284,6 +295,7 @@ class Run:
 
         All ranks call it, when they have agreed to stop.
         """
+        # As JSON, because texts travel as lines, and a reason may have several.
         own = json.dumps([self.rank, self._reason]) if self._reason else ""
         ranks: dict[str, list[int]] = {}
         # Each reason is reported once, with the ranks that gave it.

@@ -48,6 +48,7 @@ class _Writer:
                 "memory": record.memory,
                 **run.logged,
             }
+            # Figures that the loop does not report have no column.
             self._write(record.step, {k: v for k, v in figures.items() if v is not None})
 
     def on_evaluate(self, run: Run, record: Record) -> None:
@@ -62,6 +63,7 @@ class _Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # Of thread-ranks that share a callback, the one that opened the output closes it.
         if self._is_open:
             self._opened_by = 0
             self._close(error)
@@ -92,6 +94,7 @@ class JSONLines(_Writer):
         self._path = Path(path)
 
     def _open(self, run: Run, record: Record) -> None:
+        # Lines after the resumed step are those of a run that was killed, and come again.
         self._file = MetricsWriter(self._path, resume_step=record.step)
 
     def _write(self, step: int, figures: Figures) -> None:
@@ -127,6 +130,7 @@ class CSVFile(_Writer):
     def _begin(self, last_step: float) -> None:
         """Write the rows up to ``last_step`` under the present columns, and go on after them."""
         text = ""
+        # A new run begins a new table.
         if last_step and self._path.exists():
             with self._path.open(newline="", encoding="utf-8", errors="replace") as stream:
                 text = stream.read()
@@ -138,6 +142,7 @@ class CSVFile(_Writer):
         table = csv.DictWriter(whole, self._columns, restval="")
         table.writeheader()
         table.writerows(kept)
+        # In one rename: a kill leaves the old table, or the new one.
         replace_file(self._path, [whole.getvalue().encode()])
         self._stream = self._path.open("a", newline="", encoding="utf-8")
         self._table = csv.DictWriter(self._stream, self._columns, restval="")
@@ -149,6 +154,7 @@ class CSVFile(_Writer):
             self._stream.close()
             self._begin(math.inf)
         self._table.writerow({"step": step, **figures})
+        # Row by row, so that a kill loses none.
         self._stream.flush()
 
     def _close(self, error: BaseException | None) -> None:
@@ -216,6 +222,7 @@ class WandB(_Writer):
         self._run.log(figures, step=step)
 
     def _close(self, error: BaseException | None) -> None:
+        # W&B marks a run with another exit code than 0 as failed.
         self._run.finish(exit_code=0 if error is None else 1)
 
 

@@ -82,6 +82,7 @@ class TokenWindows:
         if as_integer("offset", offset) not in (0, 1):
             raise ValueError(f"offset must be 0 (inputs) or 1 (targets), got {offset}")
         as_count("stride", stride)
+        # One token more than a window, because the last target lies behind it.
         if len(tokens) <= context_length:
             raise ValueError(
                 f"{len(tokens)} tokens hold no window of context_length {context_length} and the "
@@ -92,7 +93,9 @@ class TokenWindows:
         self.stride = stride
         # Inputs leave out the last token: it is only a target.
         last = len(tokens) - 1 + offset
+        # A view: the windows overlap, and would take context_length times the memory.
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
+        # A view: copies of overlapping windows would take context_length times the memory.
         self._windows = view[::stride]
 
     def __len__(self) -> int:
@@ -105,7 +108,8 @@ class TokenWindows:
 
     def __getitem__(self, indices: Any) -> npt.NDArray[np.int64]:
         """Return windows as a new int64 array, shape (n, context_length), for n indices."""
-        windows: npt.NDArray[np.int64] = self._windows[indices].astype(np.int64)
+        # Files hold uint16 or int32; embeddings index by int64.
+        windows: np.ndarray[Any, np.dtype[np.int64]] = self._windows[indices].astype(np.int64)
         return windows
 
     def __repr__(self) -> str:
@@ -150,11 +154,13 @@ class Samples:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
+        # All lengths are read before any is refused, so that the message can list them.
         lengths: dict[str, int] = {}
 
         def measure(name: str, leaf: object) -> None:
             lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
 
+        # All leaves are checked before any sample is read.
         map_tree(measure, tree)
         if not lengths:
             raise TypeError(f"Samples need an array, or several in a dict or a tuple; got {tree!r}")
@@ -198,6 +204,7 @@ def map_tree(function: Callable[[str, Any], object], tree: object, name: str = "
         return {key: mapped(key, child) for key, child in tree.items()}
     if not isinstance(tree, list | tuple):
         return function(name, tree)
+    # A named tuple takes its values one by one, and not as one iterable.
     if hasattr(tree, "_fields"):
         return type(tree)(*map(mapped, tree._fields, tree))
     return type(tree)(map(mapped, range(len(tree)), tree))
@@ -263,14 +270,18 @@ def take(dataset: Dataset, indices: Array) -> Array | Samples:
     the object has a ``shape``, and otherwise by arrays of integers.
     """
     require_plain(dataset)
+    # In memory any order is as fast, so that nothing is sorted.
     if isinstance(dataset, np.ndarray | TokenWindows):
+        # np.asarray turns a memory map's result into a plain array.
         return np.asarray(dataset[indices])
     if isinstance(dataset, Samples):
         return dataset[indices]
     if (xp := namespace_of(dataset)) is not None:
+        # CuPy does not index by an array of the host.
         chosen: Array = dataset[xp.asarray(indices)]
         return chosen
     if is_sparse(dataset):
+        # Only the batch becomes dense; the data set itself might not fit into memory.
         return _as_array(dataset[indices].toarray())
     if indices.size == 0:  # h5py has no empty selection by integers
         empty = dataset[np.zeros(1, np.int64)][:0] if count_samples(dataset) else dataset[:0]
@@ -286,11 +297,13 @@ def take(dataset: Dataset, indices: Array) -> Array | Samples:
         samples = runs[0] if len(runs) == 1 else np.concatenate(runs)
     else:
         samples = _as_array(dataset[unique])
+    # A data set of single samples may take the array for one index, and return one row.
     if len(indices) > 1 and len(samples) != len(unique):
         raise ValueError(
             f"asked for {len(unique)} samples, {unique[0]} to {unique[-1]}, the data set returned "
             f"an array of shape {samples.shape}; the first dim must be the samples"
         )
+    # No second copy if the order rises, as in an evaluation.
     return samples if np.array_equal(unique, indices) else samples[places]
 
 
@@ -339,6 +352,7 @@ def check_dataset(dataset: object, name: str, *, allow_empty: bool = False) -> i
             f"{name} is a {kind} of an HDF5 file that is closed; keep the file open until "
             "training has ended"
         )
+    # Only CSR finds a row without a search through the whole matrix.
     if is_sparse(dataset) and getattr(dataset, "format", None) != "csr":
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}; pass {name}.tocsr(), whose rows are read "
@@ -351,11 +365,13 @@ def check_dataset(dataset: object, name: str, *, allow_empty: bool = False) -> i
             f"{name} must be {_WANTED}, got a {kind}, which holds arrays by name; pass one of "
             f"them: {listed or 'it is empty'}; or all as mpishard.data.Samples({name})"
         )
+    # A string has len() and indices, so that without this its letters would count as samples.
     if isinstance(dataset, str | PurePath):
         raise TypeError(
             f"{name} must be {_WANTED}, got the {kind} {str(dataset)!r}; open the file first, as "
             'by h5py.File(path)["x"] or numpy.load(path, mmap_mode="r")'
         )
+    # NumPy would copy all of a list in each step.
     if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name}), or several "

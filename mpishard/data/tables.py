@@ -132,6 +132,7 @@ class ParquetColumns:
             if not file.metadata.num_rows:  # its schema may be any: pandas writes columns of null
                 continue
             own = [file.schema_arrow.field(name).type for name in self._columns]
+            # The first file with rows decides, and not the first file.
             types = types or own
             # Columns of one data set have one dtype: the first file's, if that can hold the
             # others'.
@@ -142,6 +143,7 @@ class ParquetColumns:
                     "files in one dtype"
                 )
             for group in range(file.metadata.num_row_groups):
+                # An empty row group has no row that would lead to it.
                 if rows := file.metadata.row_group(group).num_rows:
                     starts.append(starts[-1] + rows)
                     self._groups.append((file, group))
@@ -150,6 +152,7 @@ class ParquetColumns:
         self._kept: tuple[int, Array] | None = None
         # A ParquetFile has a position in the file, so that only one thread at a time may read.
         self._lock = threading.Lock()
+        # Read now, because only the values give shape and dtype of a sample.
         first = self._group(0) if self._groups else np.zeros(0)
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *first.shape[1:])
         self.dtype = first.dtype
@@ -167,6 +170,7 @@ class ParquetColumns:
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        # Filled group by group, so that only one group is in memory besides the samples.
         found = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         with self._lock:
             # Each row group is read once, whatever the order of the rows: that takes milliseconds.
@@ -197,8 +201,10 @@ class ParquetColumns:
 
     def _values(self, column: Any, name: str) -> Array:
         values = column.combine_chunks()
+        # By the type's name, because pyarrow has three types of lists and is not imported here.
         is_list = str(values.type).startswith(("list", "large_list", "fixed_size_list"))
         flat = values.flatten() if is_list else values
+        # Floats would become NaN, and integers floats: nothing is guessed.
         if values.null_count or flat.null_count:
             raise ValueError(f"column {name!r} of {self.filename} has missing values")
         numbers: Array = flat.to_numpy(zero_copy_only=False)
@@ -221,6 +227,7 @@ class ParquetColumns:
 def _dtype_of(types: Sequence[Any]) -> DType:
     """Return NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
     elements = (getattr(each, "value_type", each) for each in types)
+    # np.stack of the columns uses the same promotion.
     return np.result_type(*(each.to_pandas_dtype() for each in elements))
 
 
@@ -228,6 +235,7 @@ def _files(path: PathLike | Sequence[PathLike]) -> list[Path]:
     if not isinstance(path, str | Path):
         found = [Path(each) for each in path]
     else:
+        # Sorted, so that all ranks number the rows alike.
         found = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
     if not found:
         raise FileNotFoundError(f"there is no *.parquet file in {path}")

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,10 +81,10 @@ class BackwardPasses:
         self._arrivals: Arrivals | None = None
         # A weak reference to the callback that ends a pass. Only autograd holds the callback, so
         # that the reference is dead after a pass that raised.
-        self._ending: Callable[[], Any] = lambda: None
-        self._views: dict[int, Any] = {}
+        self._ending: Callable[[], object] = lambda: None
+        self._views: dict[int, torch.Tensor] = {}
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
-        self._assigned: list[tuple[OwnedParameter, Any]] = []
+        self._assigned: list[tuple[OwnedParameter, torch.Tensor]] = []
         self._training = training_of(self._backend)
         # One flag for each part that has a gradient, and a last one for changed buffers.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
@@ -229,7 +228,7 @@ class BackwardPasses:
             self._training.end_backward(of_loaders)
         self.part_of_step.close()
 
-    def _view(self, part: OwnedParameter) -> Any:
+    def _view(self, part: OwnedParameter) -> torch.Tensor:
         """Return the gradient of a part, as a tensor in the store's memory."""
         if self._has_local and not isinstance(self._gradients, ReplicatedGradients):
             unit = part.unit

@@ -30,7 +30,12 @@ from mpishard.optimizers import (
     count_missed,
     missed_by,
 )
-from mpishard.torch.parameters import GradientPiece, OwnedParameter, PlacedParameter
+from mpishard.torch.parameters import (
+    GradientPiece,
+    OwnedParameter,
+    PlacedParameter,
+    StateDict,
+)
 from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
 
@@ -168,7 +173,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         rule.checked_options.check_patterns(self._names)
         self._frozen = rule.checked_options.frozen_among(self._names)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: StateDict) -> None:
         """Add the only group, and refuse a second one."""
         if self.param_groups:
             raise ValueError(
@@ -226,7 +231,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
 
 
-def _flat(tensor: Any) -> Array:
+def _flat(tensor: torch.Tensor) -> Array:
     """Return the elements of a contiguous tensor as a vector in the same memory."""
     values: Array = tensor.detach().reshape(-1).numpy()
     return values
@@ -298,7 +303,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
                 f"{', '.join(options)}: the settings of {type(kind).__name__} are given when it "
                 "is made"
             )
-        made: Any = RuleOptimizer(groups, kind, parts)
+        made: torch.optim.Optimizer = RuleOptimizer(groups, kind, parts)
     else:
         _require_elementwise(kind, options, owners)
         made = kind(groups, **options)
@@ -317,10 +322,10 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
 
 
 def _add_group(
-    made: Any,
+    made: torch.optim.Optimizer,
     options: Mapping[str, Any],
     owners: list[ShardedModule],
-    param_group: Mapping[str, Any],
+    param_group: StateDict,
 ) -> None:
     """Add a group of parameters of sharded models to the optimizer ``made``."""
     parts: dict[int, OwnedParameter] = {}
@@ -333,7 +338,7 @@ def _add_group(
     owners[:] = everyone
 
 
-def owned_parameters(made: Any) -> dict[int, OwnedParameter]:
+def owned_parameters(made: torch.optim.Optimizer) -> dict[int, OwnedParameter]:
     """Return the parts that an optimizer updates, by the id of their tensors.
 
     Raises
@@ -353,7 +358,7 @@ def owned_parameters(made: Any) -> dict[int, OwnedParameter]:
 def _groups(parameters: Any, parts: dict[int, OwnedParameter]) -> list[Any]:
     """Return the groups with tensors of this rank's parts, and add the parts to ``parts``."""
 
-    def own(parameter: Any) -> Any:
+    def own(parameter: torch.Tensor) -> Any:
         if isinstance(parameter, tuple):  # A (name, parameter) of named_parameters().
             return parameter[0], own(parameter[1])
         part = owned_parameter(parameter)
@@ -421,7 +426,9 @@ _NEEDS_WHOLE = (
 
 
 @called_as("optimizer.step()")
-def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
+def _before_step(
+    owners: list[ShardedModule], made: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
     """Check, before a step, that gradients are complete and all ranks have the same settings.
 
     The hook is collective: after it no rank reads parameters. It also releases gathered units.
@@ -471,7 +478,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     owners[0].passes.part_of_step.enter_context(span("update"))
 
 
-def _checksum_of_parameters(made: Any) -> int:
+def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
     """Return a checksum of the parameters in each group, in their order."""
     parts = [part for _, part in numbered_parameters(made._mpishard_parts, made)]
     lengths = [len(group["params"]) for group in made.param_groups]
@@ -479,7 +486,9 @@ def _checksum_of_parameters(made: Any) -> int:
     return zlib.crc32(repr((lengths, numbers)).encode())
 
 
-def _refuse_other_parameters(checksums: Any, made: Any, backend: CommunicationBackend) -> None:
+def _refuse_other_parameters(
+    checksums: Any, made: torch.optim.Optimizer, backend: CommunicationBackend
+) -> None:
     """Refuse parameters that differ between ranks, by the ranks' checksums. Collective then."""
     if (checksums == checksums[0]).all():
         return
@@ -497,14 +506,14 @@ def _refuse_other_parameters(checksums: Any, made: Any, backend: CommunicationBa
 
 
 @called_as("optimizer.step()")
-def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
+def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: Any) -> None:
     """Publish, after a step, the parameters that each rank has updated. Collective."""
     for owner in owners:
         owner.publish()
     record("parameters", made)
 
 
-def _refuse_others(made: Any, *_: Any) -> None:
+def _refuse_others(made: torch.optim.Optimizer, *_: object) -> None:
     """Refuse, before a step of any optimizer, to update parameters that other ranks own."""
     if hasattr(made, "_mpishard_parts"):
         return
@@ -517,7 +526,7 @@ def _refuse_others(made: Any, *_: Any) -> None:
 register_optimizer_step_pre_hook(_refuse_others)
 
 
-def record(kind: str, made: Any) -> None:
+def record(kind: str, made: torch.optim.Optimizer) -> None:
     """Write this rank's parts of a step's "gradients" or "parameters" for ``mpishard verify``.
 
     Nothing is written in other runs.
@@ -548,7 +557,7 @@ def record(kind: str, made: Any) -> None:
 
 
 def numbered_parameters(
-    parts: Mapping[int, OwnedParameter], made: Any
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer
 ) -> Iterator[tuple[int, OwnedParameter]]:
     """Yield each parameter's number in a state dict of an optimizer, and its part."""
     tensors = (tensor for group in made.param_groups for tensor in group["params"])
@@ -556,7 +565,7 @@ def numbered_parameters(
         yield number, parts[id(tensor)]
 
 
-def states_of_numbers(made: Any) -> frozenset[str]:
+def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
     """Return the names of states with a value for each element, for parameters of shape ().
 
     Other states, such as a count of steps, may have the shape () as well. The names are therefore
@@ -578,7 +587,7 @@ def states_of_numbers(made: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
+def is_elementwise(key: str, value: object, shape: object, of_numbers: Collection[str]) -> bool:
     """Return True if a state has a value for each element of a tensor of ``shape``.
 
     ``of_numbers`` has the names that `states_of_numbers` returns.
@@ -590,8 +599,8 @@ def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]
 
 def _changed_states(
     parts: Mapping[int, OwnedParameter],
-    made: Any,
-    state_dict: Mapping[str, Any],
+    made: torch.optim.Optimizer,
+    state_dict: StateDict,
     change: Callable[[OwnedParameter, str, Any], Any],
 ) -> dict[str, Any]:
     """Return the state dict with ``change(part, key, value)`` in place of each state."""
@@ -604,7 +613,7 @@ def _changed_states(
 
 @called_as("optimizer.state_dict()")
 def gather_states(
-    parts: Mapping[int, OwnedParameter], made: Any, state_dict: dict[str, Any]
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
 ) -> Any:
     """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
     owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
@@ -625,7 +634,9 @@ def gather_states(
     return _changed_states(parts, made, state_dict, whole)
 
 
-def slice_states(parts: Mapping[int, OwnedParameter], made: Any, state_dict: dict[str, Any]) -> Any:
+def slice_states(
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
+) -> Any:
     """Return a state dict with this rank's parts, from one with whole states."""
     if made._mpishard_is_divided:  # Each rank has read only its parts from a checkpoint.
         return state_dict

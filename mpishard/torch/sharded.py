@@ -85,7 +85,7 @@ class ShardedModule(Uncopied):
 
     def __init__(
         self,
-        module: Any,
+        module: torch.nn.Module,
         strategy: str,
         backend: CommunicationBackend,
         minimum_unit_size: int,
@@ -256,19 +256,19 @@ def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: Array | No
     sharded.passes.receive(place, gradient)
 
 
-def _round_inputs(_module: Any, arguments: Any, options: Any) -> Any:
+def _round_inputs(_module: torch.nn.Module, arguments: object, options: object) -> Any:
     """Round floating-point inputs before a forward pass, as the module's hook."""
     return rounded((arguments, options))
 
 
-def _explain(module: Any, _inputs: Any, output: Any) -> None:
+def _explain(module: torch.nn.Module, _inputs: object, output: object) -> None:
     """Add a note to PyTorch's error, if the forward pass raised one, as the module's hook."""
     error = sys.exception()
     if output is None and isinstance(error, RuntimeError):
         note_wide_buffers(error, module)
 
 
-def _refuse_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+def _refuse_load(module: torch.nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
     held = module._parameters.items()
     if any(isinstance(p, SharedParameter) and prefix + name in state_dict for name, p in held):
         raise ShardingError(
@@ -282,7 +282,7 @@ _ATTRIBUTE = "_mpishard"
 
 
 def shard(
-    module: Any,
+    module: torch.nn.Module,
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "fsdp",
     *,
     minimum_unit_size: int = 1 << 16,
@@ -352,20 +352,20 @@ def shard(
     return module
 
 
-def _forward_begins(module: Any, _inputs: Any) -> None:
+def _forward_begins(module: torch.nn.Module, _inputs: object) -> None:
     """Open the span "forward" of a traced run, as the module's hook."""
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:  # It is None in a copy of the module.
         owner.passes.part_of_step.enter_context(span("forward"))
 
 
-def _forward_ends(module: Any, *_: Any) -> None:
+def _forward_ends(module: torch.nn.Module, *_: object) -> None:
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:
         owner.passes.part_of_step.close()
 
 
-def module_of(module: Any) -> ShardedModule:
+def module_of(module: torch.nn.Module) -> ShardedModule:
     """Return the `ShardedModule` of a module that `shard` has sharded.
 
     Raises
@@ -386,7 +386,7 @@ def module_of(module: Any) -> ShardedModule:
     return sharded  # type: ignore[no-any-return]
 
 
-def owned_parameter(parameter: Any) -> OwnedParameter:
+def owned_parameter(parameter: torch.Tensor) -> OwnedParameter:
     """Return the part of a sharded parameter.
 
     Raises
@@ -411,7 +411,7 @@ def owned_parameter(parameter: Any) -> OwnedParameter:
 
 
 @contextmanager
-def no_sync(*models: Any) -> Iterator[None]:
+def no_sync(*models: torch.nn.Module) -> Iterator[None]:
     """Let backward passes in the ``with`` statement add to this rank's gradients, and send nothing.
 
     The first ``backward()`` after it reduces the sum. Until then each rank holds full gradients.
@@ -432,7 +432,7 @@ def no_sync(*models: Any) -> Iterator[None]:
             sharded.passes.syncs = value
 
 
-def check_replicas(*models: Any) -> int:
+def check_replicas(*models: torch.nn.Module) -> int:
     """Compare, bit by bit, all copies of parameters that ranks hold permanently. Collective.
 
     With ddp each rank has a copy. With the other strategies each node has one, and parameters that

@@ -20,6 +20,7 @@ from mpishard.training.data import OptimizationInputData
 from mpishard.training.saving import folder_of
 
 _PARTS = ("train", "validation", "test")
+# Choices that decide which collectives a rank calls: with other ones it would wait for ever.
 _SETTINGS = (
     "epochs", "max_steps", "validate_every", "patience", "tolerance", "keep_best",
     "training_statistics", "predictions", "checkpoint_every", "checkpoint", "keep_last",
@@ -57,6 +58,7 @@ def refuse_early(
             if getattr(data, f"x_{part}") is not None:
                 # Validation and test data, too, which are first used after hours of training.
                 _check_first(program, loss, data, part)
+        # A loss of NaN is never the best: such a run would keep nothing, and never stop early.
         compares = data.patience is not None or data.keeps_best
         if compares and loss is None and not program.has_own_loss:
             raise ValueError(
@@ -69,6 +71,7 @@ def refuse_early(
                 "local_data=True",
                 "give every rank the same data set, or gradient_leaves=None",
             )
+        # The share of each rank in a batch is fixed, and must not be 0.
         if data.local_data and data.batch_size < data_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}: "
@@ -92,6 +95,7 @@ def _check_first(
 ) -> None:
     """Refuse a data set if its first sample does not fit the model."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
+    # One sample; an empty data set, which one rank may have, is indexed by nothing.
     indices = np.zeros(min(1, count_samples(x)), np.int64)
     first = (
         _take_first(x, f"x_{part}", indices),
@@ -141,6 +145,7 @@ def require_agreement(
         for part in ("x_validation", "x_test"):  # the targets have as many: see `checked`
             x = getattr(data, part)
             lengths[f"{part} samples"] = None if x is None else count_samples(x)
+    # One object of JSON, and so one all-gather for all choices.
     mine = {
         **order,
         **lengths,
@@ -156,6 +161,7 @@ def require_agreement(
     differing = differences(model.backend, mine)
     if differing:
         hint = ""
+        # The commonest cause: each rank has loaded its own part of the data.
         if "samples is " in differing:
             hint = ". If every rank brings samples of its own, pass local_data=True"
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")

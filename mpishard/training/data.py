@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.base import (
+    Document,
     as_amount,
     as_count,
     as_flag,
@@ -173,6 +174,7 @@ class OptimizationInputData:
         words = []
         for each in fields(self):
             value = getattr(self, each.name)
+            # The number of samples alone: the repr of a data set may be pages long.
             if each.name.startswith("x_") and value is not None:
                 words.append(f"{count_samples(value)} samples to {_PURPOSES[each.name]}")
             elif each.name.startswith("y_") or value is each.default or value == each.default:
@@ -210,7 +212,9 @@ class OptimizationInputData:
             raise TypeError("OptimizationInputData needs a model")
         for part in ("train", "validation", "test"):
             self._check_pair(part)
+        # As Python's numbers: a checkpoint saves them as JSON.
         numbers = self._plain_numbers()
+        # A blank path would be the working directory.
         for name in ("checkpoint", "resume", "metrics"):
             value = getattr(self, name)
             if value is not None and not (name == "resume" and isinstance(value, bool)):
@@ -246,9 +250,10 @@ class OptimizationInputData:
         if self.resume is True:
             raise ValueError("resume=True needs checkpoint, the folder to resume from")
 
-    def _plain_numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"seed": as_integer("seed", self.seed)}
+    def _plain_numbers(self) -> Document:
+        numbers: Document = {"seed": as_integer("seed", self.seed)}
         for each in fields(self):
+            # By the annotation, so that a new field is checked without a line here.
             kind, value = str(each.type), getattr(self, each.name)
             is_left_out = value is None and kind.endswith("None")
             if kind in _CHECKS and each.name != "seed" and not is_left_out:
@@ -259,6 +264,7 @@ class OptimizationInputData:
         x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
         if part == "train" and x is None:
             raise TypeError("x_train must be given")
+        # Only if there are targets to train with: a black box may need none.
         targets_are_missing = x is not None and y is None and self.y_train is not None
         if targets_are_missing or (y is not None and x is None):
             raise TypeError(f"x_{part} and y_{part} must both be given")
@@ -280,6 +286,7 @@ class OptimizationInputData:
         ``lengths`` are all ranks' numbers of samples, if each brings its own; ``leaves`` is the
         model's ``gradient_leaves``.
         """
+        # An evaluation in another order would differ only by rounding.
         choices = self._shuffling() if part == "train" else {"shuffle": False}
         if self.local_data:
             return LocalBatchSampler(lengths, self.batch_size, **choices)
@@ -289,12 +296,14 @@ class OptimizationInputData:
     def order_of_samples(self, lengths: Sequence[int]) -> dict[str, object]:
         """Return the choices that determine the order of the training samples, for JSON."""
         return {
+            # Saved, and compared at a resume: in another order samples would be seen twice, or
+            # never.
             "local_data": self.local_data,
             "samples": list(lengths) if self.local_data else count_samples(self.x_train),
             "batch_size": self.batch_size,
             **self._shuffling(),
         }
 
-    def _shuffling(self) -> dict[str, Any]:
+    def _shuffling(self) -> Document:
         names = "seed", "shuffle", "drop_last", "shuffle_block_size"
         return {name: getattr(self, name) for name in names}

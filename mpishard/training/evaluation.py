@@ -107,9 +107,11 @@ def evaluate(
                     sums[number] += sums_of_loss
                 if prediction is not None and statistics is not None and counts:
                     statistics.add(to_host(prediction), map_arrays(to_host, targets))
+                # On all ranks of a replica: each keeps the outputs of the samples that it has read.
                 if prediction is not None and keep_predictions:
                     outputs.append(to_host(prediction))
                     seen.append(batch.indices[own])
+    # Leaves are added in the order of their tree, which has the same bits in every world.
     if leaves is None:
         total, weight = backend.all_reduce(sums[0], subject=subject)
     else:
@@ -135,6 +137,7 @@ def statistics_for(loss: ILossFunction | None, target: Data) -> Classification |
     target : Array or Samples
         A batch of targets, as the loss takes them.
     """
+    # By the class of the loss: a loss of the user's does not say what its targets mean.
     if isinstance(loss, CrossEntropy | BinaryCrossEntropy):
         return Classification(getattr(loss, "ignore_index", None))
     if isinstance(loss, MSE | MAE | Huber):
@@ -200,8 +203,10 @@ class Regression:
     def add(self, prediction: Array, target: Data) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
         target, weights = parts_of(target)
+        # A rank may have no sample of the last batch, and no mean of it.
         if len(target) == 0:
             return
+        # In float64: the squares of float32 deviations lose the digits that r2 compares.
         target_NK = np.asarray(target, dtype=np.float64).reshape(len(target), -1)
         weight_NK = np.ones_like(target_NK)
         if weights is not None:
@@ -211,6 +216,7 @@ class Regression:
         self._absolute += float((weight_NK * np.abs(error_NK)).sum())
         self._squared_K += (weight_NK * np.square(error_NK)).sum(axis=0)
         count_K = weight_NK.sum(axis=0)
+        # An output whose weights are all 0 has no mean, and counts nothing.
         mean_K = (weight_NK * target_NK).sum(axis=0) / np.where(count_K, count_K, 1)
         deviations_K = (weight_NK * np.square(target_NK - mean_K)).sum(axis=0)
         self._moments = _merged(self._moments, (count_K, mean_K, deviations_K))
@@ -231,6 +237,7 @@ class Regression:
             return dict.fromkeys(("mse", "mae", "r2"), math.nan)
         is_constant_K = deviations_K == 0
         unexplained_K = squared_K / np.where(is_constant_K, 1.0, deviations_K)
+        # Not 0 / 0: see the class.
         unexplained_K[is_constant_K] = squared_K[is_constant_K] > 0
         return {
             "mse": float(squared_K.sum() / counted),

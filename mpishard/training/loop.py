@@ -221,6 +221,7 @@ class TrainingRun:
                 )
                 hooks.ending = f"stopped early after step {self.step} of {self.total}{found}"
             hooks.call("on_stop", self.record)
+        # Without the evaluations of the end, which are no training.
         self.result.seconds = time.perf_counter() - self.started
         self._conclude()
         return self.result
@@ -233,6 +234,7 @@ class TrainingRun:
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
         began = time.perf_counter()
         batch = next(following)
+        # Before the step, which counts itself.
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
             model, batch.x, batch.y, sample_start=batch.sample_start
@@ -242,6 +244,7 @@ class TrainingRun:
         self.result.weight += report.weight
         self.epoch_sums += report.loss * report.weight, report.weight
         stops, saves = self.hooks.requests.take() if data.callbacks else (False, False)
+        # Without listeners no record is made: the memory in it is a sum over a ledger.
         if self.hooks.listens_to_steps:
             now = time.perf_counter()
             self.record = Record(

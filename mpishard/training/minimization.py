@@ -138,6 +138,7 @@ def minimize(
     >>> result.x.round(4).tolist(), result.success
     ([1.0, 2.0, 3.0], True)
     """
+    # All arguments are checked before `init`: a mistake must not begin with starting MPI.
     theta = _checked_theta(theta0)
     args = _checked_args(args, local_data=local_data)
     if str(method).lower() not in ("l-bfgs", "l-bfgs-b"):
@@ -150,6 +151,7 @@ def minimize(
         refuse_with_leaves(
             leaves, "local_data=True", "give every rank the same args, or leave out one of the two"
         )
+    # It moves theta into the box, so that already the first evaluation is allowed.
     box = _checked_bounds(bounds, theta, rule)
     function = _checked_functions(fun, jac, callback)
     if not isinstance(backend, CommunicationBackend | None):
@@ -170,6 +172,7 @@ def minimize(
     check_leaves(config, backend.world_size)
     # The optimizer takes batches: here each consists of all of this rank's samples.
     samples = LeafSamples.of(args, backend, leaves, local_data=local_data)
+    # Compared before the first evaluation: ranks with other arguments would wait for ever.
     choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
@@ -212,6 +215,8 @@ class _Minimization:
     ) -> OptimizeResult:
         """Minimize. Collective."""
         backend = self.backend
+        # ZeRO-2 divides the 2m + 3 vectors, and leaves each rank the whole theta that ``fun``
+        # needs.
         self.model = ZeRO2Model(self.objective, self.config)
         self.optimizer = ZeRO2Optimizer(self.rule, self.config)
         state = self.optimizer.checkpoint_view(self.model)
@@ -222,10 +227,12 @@ class _Minimization:
         if found is not None:
             checkpoints.load(found, self.model, self.optimizer)
         if box is not None:
+            # Bounds are kept as state, so that they are cut as the parameters are.
             for piece in self.model.engine.pieces.updated:
                 for name, bound in zip(("lower", "upper"), box, strict=True):
                     state.vectors[name][piece.in_shard] = bound[piece.start : piece.stop]
         self.numbers = state.numbers
+        # -1: the run goes on.
         status, message = -1, ""
         if found is not None:  # a run that had reached its end makes no further iteration
             status, message = self._reason(self.numbers.get("before"))
@@ -280,6 +287,7 @@ class _Minimization:
         if self.rule.is_bounded:
             # A gradient that points out of the box is 0 there: nothing can be gained along it.
             gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
+        # A rank may own no element at all.
         own = np.array([float(abs(gradient).max()) if gradient.size else 0.0])
         largest = float(self.backend.all_reduce(own, ReductionOperation.MAX)[0])
         value = numbers["value"]
@@ -289,6 +297,7 @@ class _Minimization:
             return 2, numbers["stuck"]
         if before is not None:
             fall = before - value
+            # Relative to the loss, and absolute if that is below 1, as in SciPy.
             if fall <= limits["ftol"] * max(abs(before), abs(value), 1.0):
                 return 0, f"the loss fell by {fall:.3g}, which is at most ftol"
         if self.optimizer.steps >= limits["maxiter"]:
@@ -319,6 +328,7 @@ class _Minimization:
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
             fun=numbers["value"],
+            # The pieces of all ranks, end to end, are the whole gradient.
             jac=self.backend.all_gather(self.optimizer.state["base_gradient"]),
             nit=iterations,
             nfev=numbers["evaluations"],
@@ -335,6 +345,7 @@ class _Minimization:
 def _checked_theta(given: Any) -> Array:
     given = as_array(given)
     theta = given.copy() if hasattr(given, "dtype") else np.array(given)
+    # SciPy takes a list of integers, too.
     if theta.dtype.kind in "iub":
         theta = theta.astype(np.float64)
     if theta.ndim != 1 or theta.size == 0 or theta.dtype.name not in ("float32", "float64"):
@@ -398,6 +409,7 @@ def _checked_bounds(bounds: Any, theta: Array, rule: LBFGS) -> tuple[Array, Arra
             [np.inf if high is None else high for _, high in rows],
         )
     lower, upper = (np.broadcast_to(np.asarray(b, theta.dtype), theta.shape) for b in pair)
+    # Not "lower > upper", which is False for NaN.
     wrong = np.flatnonzero(~(lower <= upper))
     if wrong.size:
         k = int(wrong[0])
@@ -445,6 +457,7 @@ class LeafSamples:
 
     def __getitem__(self, part: slice) -> LeafSamples:
         """Return the leaf whose samples are ``part``, without a copy."""
+        # The engine asks for one leaf after the other, by its samples.
         ends = accumulate(count for _, count in self.leaves)
         for (arrays, count), end in zip(self.leaves, ends, strict=True):
             if (end - count, end) == (part.start, part.stop):
@@ -468,6 +481,7 @@ class LeafSamples:
         found = []
         for part in layout.slices(backend.rank):
             rows = np.arange(part.start, part.stop)
+            # Arrays in memory are cut without a copy; of files each rank reads its part.
             arrays = [a[part] if isinstance(a, np.ndarray) else take(a, rows) for a in args]
             found.append((tuple(arrays), len(rows)))
         return cls(found)
@@ -511,6 +525,7 @@ class Objective:
             raise TypeError(
                 f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"
             )
+        # SciPy takes a list of numbers, too. The engine converts arrays of other libraries.
         loss, gradient = found
         return loss, np.asarray(gradient) if isinstance(gradient, list | tuple) else gradient
 

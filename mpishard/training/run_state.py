@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint import CheckpointState, Pieces, PlainModelFiles, check_keys, choices_in
 from mpishard.communication import CommunicationBackend, gather_texts, same_outcome
 from mpishard.models import ShardedModelBase
@@ -65,6 +65,7 @@ class BestParameters(CheckpointState):
         owned = engine.parameters.owned(self._pieces)
         for piece, target in zip(self._pieces, owned, strict=True):
             target[...] = self._vector[piece.in_shard]
+        # Ranks with copies of these pieces have the last parameters still.
         engine.parameters.publish(self._pieces)
         engine.changed()
 
@@ -85,7 +86,7 @@ class BestParameters(CheckpointState):
         """Return the choices; the position of the loop has the best score and step."""
         return {"choices": self._choices} if self._choices else {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Take the choices; nothing of the parameters is cached."""
         self._choices = choices_in(metadata)
 
@@ -169,12 +170,13 @@ class UserState:
                     ) from error
             text = json.dumps(states)
             check_keys("user_state", states)
+        # To rank 0 alone, which writes the metadata.
         texts = gather_texts(self._backend, text)
         if len(set(texts)) == 1:  # equal states fit a world of any size
             texts = texts[:1]
         return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
 
-    def check(self, saved: Mapping[str, Any]) -> None:
+    def check(self, saved: Metadata) -> None:
         """Refuse a saved `position` that does not fit. Communicates nothing.
 
         Raises
@@ -183,6 +185,7 @@ class UserState:
             If other names were saved, or differing states of another number of ranks.
         """
         names, states = saved["names"], saved["ranks"]
+        # A generator that is left out would draw other numbers from here on.
         if names != list(self._parts):
             raise ValueError(
                 f"the run was saved with the user_state {_listed(names)}, but has "
@@ -195,7 +198,7 @@ class UserState:
                 f"with {len(states)} ranks, or use a state that is equal on all ranks"
             )
 
-    def restore(self, saved: Mapping[str, Any], path: Path) -> None:
+    def restore(self, saved: Metadata, path: Path) -> None:
         """Continue from a `position` that was read from ``path``. Communicates nothing.
 
         Raises
@@ -230,7 +233,7 @@ def _without_arrays(state: object) -> object:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _with_arrays(state: Any) -> Any:
+def _with_arrays(state: object) -> Any:
     if not isinstance(state, Mapping):
         return state
     if _ARRAY in state:

@@ -28,10 +28,10 @@ from mpishard.optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
     HybridShardedOptimizer,
-    OptimizationInputData,
 )
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
+from mpishard.training import OptimizationInputData
 
 torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"

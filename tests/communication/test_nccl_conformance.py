@@ -12,6 +12,7 @@ from mpishard.base.arrays import copy_into
 from mpishard.base.devices import Device, load_cupy
 from mpishard.communication import NCCLCommunicationBackend
 from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.mpi import messages
 from mpishard.communication.nccl import channel, collectives
 from mpishard.testing.communication import CommunicationConformance
 
@@ -87,8 +88,15 @@ def _through_gpu(name):
     return lambda self, *arguments: self._through_gpu(name, *arguments)
 
 
-for _kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-              "all_to_all"):  # fmt: skip
+for _kind in (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "scatter",
+    "gather",
+    "all_to_all",
+):
     setattr(OnGPU, f"_steps_{_kind}", _through_gpu(f"_steps_{_kind}"))
 
 
@@ -112,13 +120,30 @@ def test_conformance_without_memory_that_all_ranks_share(backend, cupy, nodes, a
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     checks = CommunicationConformance([np.dtype(np.float32)])
     with OnGPU(backend._comm) as world:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
-                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "split",
+            "async_orders",
+            "allocate_shared",
+            "mismatches",
+        ):
+            getattr(checks, f"check_{name}")(world)
+
+
+def test_conformance_with_a_low_limit_for_large_arrays(backend, cupy, monkeypatch):
+    monkeypatch.setattr(messages, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(channel.NCCLChannel, "ROUND_BYTES", 300)
+    checks = CommunicationConformance([np.dtype(np.float32)])
+    with OnGPU(backend._comm) as world:
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "twins"):
             getattr(checks, f"check_{name}")(world)
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "twins", "split"])
-def test_conformance_of_fast_sums_where_no_order_shows(backend, cupy, name):
+def test_conformance_of_fast_sums_in_checks_without_an_order(backend, cupy, name):
     checks = CommunicationConformance([np.dtype(np.int32), np.dtype(np.float16)])
     with OnGPU(backend._comm, reductions="fast") as world:
         getattr(checks, f"check_{name}")(world)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, array_namespace, check_path
+from mpishard.base import Array, CheckpointError, DType, Metadata, array_namespace, check_path
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
@@ -376,7 +376,7 @@ class CheckpointReader:
             return True
 
 
-def _of_today(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_today(metadata: Mapping[str, object]) -> Metadata:
     """Return metadata in today's form.
 
     Earlier releases had the state of a PyTorch loop in the user's part.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpishard.base import Array, CheckpointError, check_path
+from mpishard.base import Array, CheckpointError, Document, check_path
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -48,7 +48,7 @@ def load(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-) -> dict[str, Any]:
+) -> Document:
     """Restore a model, and its optimizer if given, from a checkpoint of any world size. Collective.
 
     No rank changes anything before the checkpoint has been verified to fit on every rank.
@@ -90,7 +90,7 @@ def load(
 
 def load_states(
     path: str | os.PathLike[str], model: Checkpointable, states: Mapping[str, CheckpointState]
-) -> dict[str, Any]:
+) -> Document:
     """Restore some of the states of ``model``, as `load` restores all. Collective.
 
     Parameters

@@ -20,7 +20,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -44,7 +44,7 @@ class OpaqueProgram(WholeProgram):
         All ranks.
     """
 
-    def __init__(self, model: Any, world: CommunicationBackend) -> None:
+    def __init__(self, model: UserModel, world: CommunicationBackend) -> None:
         for member in ("get_parameters", "set_parameters"):
             _member(model, member)
         if not hasattr(model, "compute_loss_and_gradients"):
@@ -110,7 +110,7 @@ class OpaqueProgram(WholeProgram):
         prediction: Array = _member(self._model, "predict")(x)
         return prediction
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Saved]:
         x, y, loss = batch.x, batch.y, batch.loss
         # A black box is not given an empty batch, whose mean would be 0 / 0.
         if len(x) == 0:
@@ -156,7 +156,7 @@ class OpaqueProgram(WholeProgram):
         samples = len(prediction if y is None else y)
         return as_loss(loss(prediction, y), self._model) * samples, float(samples)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         (unit,) = self.units
         # A target without values is written and not added to, which saves clearing and reading it.
         target, is_empty = gradients.target(unit)

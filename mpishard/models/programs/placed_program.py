@@ -19,7 +19,7 @@ from mpishard.base import (
     ShardingError,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -131,14 +131,14 @@ class IPlaceableModel(ABC):
     @abstractmethod
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[Scalar, Scalar, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight of the loss, and the saved values that `backward_pass` needs.
 
         With ``loss`` None it is the model's own.
         """
 
     @abstractmethod
-    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, saved: Saved, receive: Callable[[int, Array], None]) -> None:
         """Compute the gradient of the loss's *sum*, parameter by parameter.
 
         ``receive(index, gradient)`` is called, in any order, once for each entry that has a
@@ -214,14 +214,14 @@ class PlacedProgram(WholeProgram):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # Memory without values: the caller copies them from this program's store.
         return self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return self._model.predict(x)
 
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         # Synchronised batch statistics, for example, are a collective inside of the pass.
         is_alone = not (batch.context.training and self._model.computes_together)
         if len(batch.x) == 0 and is_alone:
@@ -230,7 +230,7 @@ class PlacedProgram(WholeProgram):
             return *self._model.own_loss(batch.x, batch.y), None
         return self._model.forward_pass(batch.x, batch.y, batch.loss)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         arrivals = Arrivals(self.units, self.entries, gradients, self.frozen_units)
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)

@@ -23,7 +23,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -287,12 +287,12 @@ class Program(ABC):
         program.freeze(self.frozen)
         return program, model
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: UserModel) -> None:
         """Compute with ``model`` from now on."""
         self._model = model
         self.default_loss = getattr(model, "default_loss_function", None)
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         return copy.deepcopy(self._model)
 
     # -------------------------------------------------------------------------------- computing
@@ -334,11 +334,11 @@ class Program(ABC):
         return total, weight
 
     @abstractmethod
-    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight of the loss, and the saved activations for `backward`."""
 
     @abstractmethod
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         """Add the gradient of the loss's *sum* to every unit, and reduce each as it is done."""
 
     def train(

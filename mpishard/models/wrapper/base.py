@@ -34,6 +34,7 @@ from mpishard.contracts import (
     IShardedModel,
     ModelMetadata,
     PathLike,
+    UserModel,
 )
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.evaluation import (
@@ -142,7 +143,7 @@ class ShardedModelBase(IShardedModel):
     """Changes the parameters, and nothing else does; after `close` every use of it raises."""
     _remembered: tuple[weakref.ref[Any], int] | None = None
 
-    def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
+    def __init__(self, wrapped_model: UserModel, config: ShardingConfiguration) -> None:
         if wrapped_model is None:
             raise TypeError("wrapped_model must be a model, got None")
         require_type("config", config, ShardingConfiguration)
@@ -243,7 +244,7 @@ class ShardedModelBase(IShardedModel):
         return self._config.communication_backend
 
     @property
-    def wrapped_model(self) -> Any:
+    def wrapped_model(self) -> UserModel:
         return self._wrapped_model
 
     @property
@@ -603,7 +604,7 @@ class ShardedModelBase(IShardedModel):
     # The names by which subclasses of the mirrored hierarchy know a rank's shard.
 
     @property
-    def _wrapped_model_internal(self) -> Any:
+    def _wrapped_model_internal(self) -> UserModel:
         return self._wrapped_model
 
     @property
@@ -890,7 +891,7 @@ class ShardedModelBase(IShardedModel):
 
     def generate(
         self,
-        prompt: Any,
+        prompt: object,
         length: int,
         temperature: float = 1.0,
         seed: int = 0,

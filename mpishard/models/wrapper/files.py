@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpishard import checkpoint
-from mpishard.base import Array, to_host
+from mpishard.base import Array, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     NUMBER,
@@ -141,7 +141,7 @@ class ModelFiles:
         require_form(metadata, form, "metadata.model")
         self._check_choices(choices_in(metadata))
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue from a checkpoint whose parameters have been read."""
         # Random layers depend on the step. The checkpoint of a plain model has none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))

@@ -51,7 +51,7 @@ class Quantization(Code):
             return np.empty(0, np.uint8)
         low, high = values.min(), values.max()
         step = (high - low) / values.dtype.type(self.levels - 1)
-        # Below this the step would round to 0, or divide by a subnormal number.
+        # Differences as small as this are rounding errors, or 0, by which nothing is divided.
         if high - low < _LEAST_RANGE:
             step = step * 0  # 0 in the dtype of the values
             codes = np.zeros(values.size, np.uint8)

@@ -286,6 +286,7 @@ class CompressedSums(SumExchange):
         # The error is the part of the values that their codes lose; receivers decode the same.
         for host in pieces:
             np.subtract(host.values, host.error, out=host.error)
+        # By rank: the reducer adds them in the order of the one tree.
         received = []
         for sender, codes in enumerate(self.across.all_to_all(sent)):
             received.append([np.empty_like(array) for array in owned(values, rank)])

@@ -114,6 +114,7 @@ class GradientCompressionOptimizer(ReplicasOptimizer):
         self.use_sparsification = as_flag("use_sparsification", use_sparsification)
         self.error_feedback = as_flag("error_feedback", error_feedback)
         self.method = method
+        # If both flags are set, the sparse code is chosen.
         if method is None and self.use_sparsification:
             self.method = "top-k"
         elif method is None and self.use_quantization:
@@ -196,6 +197,7 @@ class _CompressedState(ModelState):
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas that wrote a checkpoint from its kinds."""
+        # Kinds are counted, because a checkpoint does not record its number of replicas.
         self._writers = sum(f"{self.kind}/error{r}" in kinds for r in range(len(kinds)))
 
     def arrays_to_read(self) -> Pieces:

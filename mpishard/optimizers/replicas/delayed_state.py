@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpishard.base import Array, Data, ShardingError, copy_into
+from mpishard.base import Array, Data, Metadata, ShardingError, copy_into
 from mpishard.checkpoint import Pieces
 from mpishard.communication import differences
 from mpishard.models import ShardedModelBase, StepReport, Update

@@ -73,7 +73,7 @@ class DelayedSums(SumExchange):
             self.across.all_reduce_async(vector[sent.piece.in_shard]) for sent in self.pieces
         ]
         self._next = (slot + 1) % self._delay
-        # No gradient is due yet: the ring was empty, and its zeros would be the first sums.
+        # No gradient is due yet, and the ring may still have one that an error has dropped.
         if self.pending <= self._delay:
             for array in values:
                 array.fill(0)

@@ -67,7 +67,7 @@ def exchanged_pieces(
     for piece in pieces:
         inside = [(max(a, piece.start), min(b, piece.stop)) for a, b in replicated]
         cuts = sorted({piece.start, piece.stop, *(n for a, b in inside if a < b for n in (a, b))})
-        # An empty piece is kept: each rank must have one of each unit, for equal calls on all.
+        # An empty piece has one bound, and so no pair of bounds, but is kept.
         for start, stop in pairwise(cuts) if piece.length else [(piece.start, piece.stop)]:
             is_replicated = any(a <= start and stop <= b for a, b in inside)
             key = piece.unit.index, *rank, *([start - piece.unit.start] if replicated else [])
@@ -203,6 +203,7 @@ class ExchangedPasses(Passes):
         # Without groups each rank's own sums are those of its replica: nothing is reduced before.
         reduces = is_last and not self._is_alone
         own = super().run(engine, x, y, sample_start, is_last=reduces)
+        # Between replicas only once a round, however many batches it accumulates.
         if is_last:
             self.exchange.exchange(self.sums())
             self.store.spread()
@@ -223,6 +224,7 @@ class ExchangedPasses(Passes):
         NonFiniteLossError
             On every rank, if they are not finite.
         """
+        # No backward pass has made these sums, so that their norm is not known yet.
         squares = np.array(read_numbers([squared_norm(self.store.owned(engine.pieces.counted))]))
         total = engine.world.all_reduce(squares, subject=engine.layout.subject)
         norm = math.sqrt(float(total[0])) / weight

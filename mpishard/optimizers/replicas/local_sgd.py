@@ -106,6 +106,7 @@ class LocalSGDOptimizer(ReplicasOptimizer):
         )
         self.start_step = as_count("start_step", start_step, least=0)
         self.start_period = as_count("start_period", start_period)
+        # A start that exchanges more rarely than the rest would be a mistake.
         if start_period > period:
             raise ValueError(
                 f"start_period must be from 1 to synchronization_period, {period}, got "

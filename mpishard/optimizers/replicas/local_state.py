@@ -12,6 +12,7 @@ from mpishard.base import (
     BFLOAT16,
     Array,
     Data,
+    Metadata,
     NoSampleError,
     ShardingError,
     array_namespace,
@@ -86,12 +87,14 @@ class ReplicaPasses(Passes):
             gradients, counted = store.owned(pieces.updated), store.owned(pieces.counted)
         else:
             gradients = counted = local_gradients(store, pieces.updated)
+        # The norm of this replica's gradient alone, because no sum over replicas is made.
         replica = own = np.array(round_.read(squared_norm(counted)))
         if self._is_grouped:
             replica = engine.replica.group.all_reduce(own.copy())
         total, weight, _ = round_.totals(own, loss, settings, engine.step_number + 1)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        # Two reports: the caller reads the loss of all ranks, the rule the weight of its replica.
         mine = engine.report(*map(float, replica))
         report = StepReport(engine.mean(total, weight), weight, mine.gradient_norm)
 
@@ -180,6 +183,7 @@ class LocalState(ModelState):
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update this replica, if it has samples."""
+        # Without samples there is no mean gradient; the other replicas go on.
         if report.weight:
             super().update(updates, report)
 
@@ -316,6 +320,8 @@ class LocalState(ModelState):
         self._read = []
         found = self._outer_regions(self._pieces)
         for r in range(self._writers):
+            # If more replicas were saved, one reads several, for their mean. If fewer, several read
+            # one.
             pieces: Sequence[Piece] = ()
             vectors = self.vectors
             if r % size == rank if self._writers >= size else r == rank % self._writers:

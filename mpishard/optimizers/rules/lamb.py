@@ -65,6 +65,7 @@ class LAMB(Adam, JointRule):
             ratio = length / step_length if length > 0 and step_length > 0 else 1.0
             rate = self._rate_in(options, context) * ratio
             p, _g, m, v = self._arrays(owned, options)
+            # Bias corrections count the updates of these parameters alone.
             step = context.step - owned.missed
             run(Body(_step, (*self._of_direction(options, step), rate)), [p, m, v])
 

@@ -128,6 +128,7 @@ class LBFGS(JointRule):
             return
         # A direction within bounds ends at the box with a step of 1.
         longest = 1.0 if self.is_bounded else _LONGEST
+        # The gradient alone has no scale: the first trial is then one unit long, as in SciPy.
         first = context.learning_rate if numbers.get("pairs") else 1.0 / math.sqrt(square)
         step = min(first, longest)
         search = StrongWolfe(numbers["value"], slope, step, longest, self.c1, self.c2)
@@ -144,6 +145,7 @@ class LBFGS(JointRule):
             )
         numbers["evaluations"] = numbers.get("evaluations", 0) + 1
         if "value" not in numbers:
+            # The first evaluation: the initial parameters become the base of the first search.
             numbers["value"] = context.loss
             for owned in pieces:
                 self._rebase(owned, context.gradient_scale)
@@ -169,6 +171,7 @@ class LBFGS(JointRule):
         self, pieces: Sequence[PieceViews], context: UpdateContext, value: float, slope: float
     ) -> None:
         numbers = context.numbers
+        # Made of JSON for each evaluation, so that a checkpoint can hold a search under way.
         search = StrongWolfe(**numbers["search"])
         tried = search.step
         if search.judge(value, slope):
@@ -208,6 +211,7 @@ class LBFGS(JointRule):
             slot = len(pairs) if len(pairs) < self.memory else pairs.pop(0)
             pairs.append(slot)
         for owned in pieces:
+            # Written in place: the vectors of a pair are parts of the state that checkpoints save.
             state, xp = owned.state, array_namespace(owned.parameters)
             if is_kept:
                 xp.subtract(owned.parameters, state["base"], out=state[f"step{slot}"])
@@ -229,11 +233,13 @@ class LBFGS(JointRule):
             return (rows @ rows.T)[upper]
 
         coefficients = np.zeros(size)
+        # Without pairs the direction is the negative gradient.
         coefficients[-1] = -1.0
         if pairs:
             gram = np.zeros((size, size))
             # All dot products in one reduction: both loops then run on these numbers alone.
             gram[upper] = self._sums(pieces, context, vectors, products, len(upper[0]))
+            # The matrix is symmetric, so that only one triangle travels.
             gram.T[upper] = gram[upper]
             coefficients = _two_loops(gram, len(pairs))
         for owned in pieces:

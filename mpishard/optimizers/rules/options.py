@@ -56,6 +56,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
     """
 
     def __init__(self, options: ParameterOptions) -> None:
+        # Copied, because a change to the user's mapping would not be checked.
         self._options: dict[str, dict[str, Any]] = {}
         require_type("parameter_options", options, Mapping)
         for pattern, values in options.items():
@@ -69,6 +70,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
                 if name not in KNOWN:
                     raise ValueError(f"{place} has {name!r}; known are {', '.join(KNOWN)}")
                 self._options[pattern][name] = KNOWN[name](f"{place}[{name!r}]", value)
+            # A decay or rate of a frozen parameter would have no effect, without an error.
             if values.get("frozen") and len(values) > 1:
                 others = ", ".join(name for name in values if name != "frozen")
                 raise ValueError(
@@ -122,6 +124,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
             If nothing would be left to train.
         """
         frozen = frozenset(name for name in names if self._of(name).get("frozen"))
+        # A run that trains nothing would look like any other.
         if names and len(frozen) == len(set(names)):
             raise ValueError(
                 f"parameter_options freeze all {len(frozen)} parameters, so nothing can be "
@@ -137,6 +140,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         ValueError
             As `check_patterns` and `frozen_among`.
         """
+        # A model without names has nothing that a pattern could match.
         if entries:
             self.check_patterns([entry.name for entry in entries])
         frozen = self.frozen_among([entry.name for entry in entries if entry.trainable])
@@ -306,6 +310,7 @@ class OptimizationAlgorithmOptions:
 
     def rule_settings(self) -> dict[str, Any]:
         """Return the options that an update rule takes, by the names of its arguments."""
+        # Fields that a subclass adds are named as the settings of its rule.
         common = {field.name for field in fields(OptimizationAlgorithmOptions)}
         return {
             "learning_rate": self.schedule(),

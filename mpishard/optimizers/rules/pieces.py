@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -80,6 +79,9 @@ class PieceViews:
 
     def without(self, unused: Collection[str], numbers: Numbers) -> Iterator[PieceViews]:
         """Yield views without the parameters ``unused``, one for each number of ``missed``."""
+        if not unused and _MISSED not in numbers:  # as in nearly all steps
+            yield self
+            return
 
         def missed(segment: Segment) -> int | None:
             return None if segment.name in unused else missed_by(segment.name, numbers)
@@ -109,8 +111,7 @@ def count_missed(unused: Collection[str], numbers: Numbers) -> None:
     """Note in a rule's ``numbers`` that an update has left out the parameters ``unused``."""
     if unused:
         before = numbers.get(_MISSED, {})
-        # A new dict: a checkpoint in the background may still write the old one. The names are
-        # sorted, so that all ranks save the same JSON.
+        # Sorted, so that all ranks save the same JSON.
         numbers[_MISSED] = before | {name: missed_by(name, numbers) + 1 for name in sorted(unused)}
 
 

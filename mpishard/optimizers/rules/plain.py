@@ -26,7 +26,7 @@ from mpishard.base import (
     to_host,
 )
 from mpishard.checkpoint import bytes_of, tensors_and_document
-from mpishard.contracts import IShardedModel
+from mpishard.contracts import IShardedModel, UserModel
 from mpishard.models import squared_norm
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.options import (
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from mpishard.optimizers.rules.rule import Optimizer
 
 _KEY = "mpishard_optimizer"
+# One round is exact but for rounding, unless the update depends on the parameters: each round of a
+# decay leaves about rate times decay of the error.
 _REVERSE_ROUNDS = 100
 _REVERSE_ROUNDINGS = 16  # of the largest element: error allowed after the last round
 
@@ -65,7 +67,7 @@ class PlainTraining:
 
     def __init__(self, rule: Optimizer) -> None:
         self.rule = rule
-        self.model: Any = None  # from `set_model`
+        self.model: UserModel = None  # from `set_model`
         self.reset()
 
     def reset(self) -> None:
@@ -84,12 +86,13 @@ class PlainTraining:
         self._trained_segments(named_parameters(model) or ())
         self.model = model
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch."""
         refuse_sharded(self.rule, model)
         self._refuse_second_model(model)
         require_plain(x)
         require_plain(y)
+        # A black box may compute only gradients; the result is NaN then.
         loss = None
         if hasattr(model, "compute_loss_and_gradients"):
             compute = model.compute_loss_and_gradients
@@ -102,12 +105,14 @@ class PlainTraining:
             gradients = model.compute_gradients(x, y)
         parameters = model.get_parameters()
         array_namespace(gradients)  # refuses values of no array library
+        # Another precision is fine: frameworks compute in float32. A complex gradient is a mistake.
         if not np.can_cast(gradients.dtype, parameters.dtype, "same_kind"):
             raise TypeError(
                 f"gradients of parameters of {parameters.dtype} cannot be {gradients.dtype}"
             )
         with np.errstate(over="ignore"):  # an overflow becomes infinite, which is refused below
             gradients = gradients.astype(parameters.dtype, copy=False)
+        # Tested before the update, so that an error leaves model and state as they were.
         are_finite = bool(array_namespace(gradients).isfinite(gradients).all())
         if not are_finite or (loss is not None and not math.isfinite(loss)):
             raise NonFiniteLossError(
@@ -143,6 +148,7 @@ class PlainTraining:
                     f"parameters are {len(arrays)} arrays of shapes {[a.shape for a in arrays]}, "
                     f"gradients of {[g.shape for g in given]}; they must be the same, and not none"
                 )
+            # The arrays are updated as one vector, so that clipping takes the norm of all.
             ends = [0, *np.cumsum([array.size for array in arrays]).tolist()]
             entries = [
                 ParameterEntry(str(index), array.shape, start)
@@ -154,6 +160,7 @@ class PlainTraining:
                 for array, (start, stop) in zip(arrays, pairwise(ends), strict=True)
             ]
         named = named_parameters(self.model) if parameters.ndim == 1 else None
+        # A vector of another length is not the model's, and has one name.
         is_models = named is not None and named[-1].stop == parameters.size
         return self._advance(parameters, gradients, named if is_models else None)
 
@@ -167,18 +174,21 @@ class PlainTraining:
         if self._before is None or self.gradients is None:
             raise RuntimeError("there is no update to reverse; only the last one can be, once")
         vector, own = updated.reshape(-1), gradients.reshape(-1)
+        # With another gradient the iteration would end too, at wrong parameters.
         if own.shape != self.gradients.shape or bool((own != self.gradients).any()):
             raise ValueError("reverse_update needs the gradients of the last update, got others")
         xp = array_namespace(updated)
         guess = vector.copy()
         allowed = _REVERSE_ROUNDINGS * float(np.finfo(updated.dtype).eps)
         for _ in range(_REVERSE_ROUNDS):
+            # Parameters and state are copied in each round, because an update overwrites them.
             trial = guess.copy()
             state = {name: before.copy() for name, before in self._before.items()}
             self._update_range(trial, own, state, self.steps - 1)
             missing = vector - trial
             guess += missing
             if float(xp.abs(missing).max()) <= allowed * float(xp.abs(guess).max()):
+                # One update only: the state from before it is used up.
                 self._state, self._before = self._before, None
                 self.steps -= 1
                 return guess.reshape(updated.shape)
@@ -206,6 +216,7 @@ class PlainTraining:
             raise ValueError(f"these bytes are of {document['rule']}, not of {type(rule).__name__}")
         steps, segments = document["steps"], tuple(Segment(*s) for s in document["segments"])
         settings = {name: _decoded(value) for name, value in document["settings"].items()}
+        # Another release may have other settings: nothing is guessed for those.
         if settings.keys() != rule.get_options().keys():
             raise ValueError(
                 f"these bytes have the settings {', '.join(settings)}; {type(rule).__name__} has "
@@ -228,8 +239,9 @@ class PlainTraining:
                 "optimizer per model, or reset() to forget the state"
             )
 
-    def _update(self, model: Any, parameters: Array, gradients: Array) -> None:
+    def _update(self, model: UserModel, parameters: Array, gradients: Array) -> None:
         updated = self._advance(parameters, gradients, named_parameters(model))
+        # After the update, which may refuse the arrays.
         self._trained = model
         model.set_parameters(updated)
 
@@ -258,6 +270,7 @@ class PlainTraining:
         segments = self._trained_segments(entries)
         updated = xp.array(parameters, copy=True, order="C")
         vector, own = updated.reshape(-1), xp.ascontiguousarray(gradients).reshape(-1)
+        # Before anything is changed: a schedule may end, or fail.
         self.rule.checked_rate(self.steps)
         state = {name: xp.asarray(kept) for name, kept in self._state.items()}
         if not self._segments:
@@ -298,6 +311,7 @@ class PlainTraining:
             )
             for run, segments in _runs(self._segments)
         ]
+        # Of the trained parameters alone, as in a sharded optimizer.
         squares = squared_norm([owned.gradients for owned in pieces])
         norm = math.sqrt(*read_numbers([squares]))
         rate = self.rule.rate_of_step(step)
@@ -315,6 +329,7 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
     """Return groups of segments that lie end to end, with the range that each fills."""
     runs: list[tuple[slice, list[Segment]]] = []
     for segment in segments:
+        # A frozen parameter between two others ends the run.
         if runs and runs[-1][0].stop == segment.start:
             run, members = runs[-1]
             runs[-1] = slice(run.start, segment.stop), [*members, segment]
@@ -345,6 +360,7 @@ def _encoded(name: str, value: Any) -> object:
         inner = {
             f.name: _encoded(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value)
         }
+        # A list marks a dataclass: no setting is a list.
         return [kind, inner]
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -354,7 +370,7 @@ def _encoded(name: str, value: Any) -> object:
     )
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     """Return the setting that `_encoded` was given.
 
     Raises

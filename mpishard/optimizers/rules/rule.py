@@ -10,9 +10,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, overload
 
-from mpishard.base import Array, as_amount, as_number, check_path, nearest, require_type
+from mpishard.base import (
+    Array,
+    as_amount,
+    as_number,
+    check_path,
+    nearest,
+    require_type,
+)
 from mpishard.checkpoint import replace_file
-from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
+from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike, UserModel
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
@@ -48,7 +55,7 @@ def _above_zero_or_none(name: str, value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def fraction(name: str, value: float) -> float:
+def fraction(name: str, value: Any) -> float:
     """Return a setting that must be in [0, 1)."""
     if not 0 <= as_number(name, value) < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
@@ -94,6 +101,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     """
 
     learning_rate: float | Schedule
+    # By keyword, so that the settings of a subclass are the positions after the rate.
     _: KW_ONLY
     weight_decay: float = 0.0
     clip_global_norm: float | None = None
@@ -133,12 +141,14 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        # Made when it is first used: a rule inside a sharded optimizer trains nothing by itself.
         self._holder: PlainTraining | None = None
         if self.clip_global_norm is not None and self.clip_value is not None:
             raise ValueError(
                 f"clip_global_norm={self.clip_global_norm} and clip_value={self.clip_value} are "
                 "two ways to clip; choose one"
             )
+        # Set by `from_options` alone: `optimize` then takes its end of training from there.
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -147,6 +157,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         super().__setattr__(name, value if check is None else check(name, value))
         if name in ("weight_decay", "parameter_options"):  # the cached options contain these
             self._known_options: dict[tuple[Segment, ...], list[SegmentOptions]] = {}
+        # `checked_rate` collects the schedules anew, because they may be others now.
         if name in ("learning_rate", "parameter_options"):
             self._schedules: dict[str, Schedule] = {}  # name in errors -> schedule
 
@@ -179,6 +190,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         require_type("options", options, OptimizationAlgorithmOptions)
         given = options.rule_settings()
+        # AdamOptimizerOptions, for one, have beta1, which SGD does not take.
         unknown = given.keys() - inspect.signature(cls).parameters.keys()
         if unknown:
             raise ValueError(
@@ -198,6 +210,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         A rule that needs norms of whole parameters overrides this.
         """
+        # Piece by piece: an elementwise rule needs nothing of the others.
         for owned in joined(pieces):
             returned: object = self.update(  # type: ignore[func-returns-value]
                 owned.parameters,
@@ -206,6 +219,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
                 owned.segments,
                 replace(context, missed=owned.missed) if owned.missed else context,
             )
+            # A rule written in the style of JAX returns new arrays, which nothing would read.
             if returned is not None and returned is not owned.parameters:
                 raise TypeError(
                     f"{type(self).__name__}.update must change the parameters in place, as in "
@@ -263,12 +277,14 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         TypeError, ValueError
             If a schedule does not return a rate.
         """
+        # Collected once: otherwise each step would search the options for them.
         if not self._schedules:
             self._schedules = {"the schedule": cast("Schedule", self.learning_rate)} | {
                 f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
                 for pattern, values in self.checked_options.items()
                 if "learning_rate" in values
             }
+        # All are asked before the first update: a schedule that fails must change nothing.
         found = []
         for name, schedule in self._schedules.items():
             rate = rate_at(schedule, step, name)
@@ -283,6 +299,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Return the rate of some segments, whose options may differ from the other parameters'."""
         own = context.learning_rate
         if options.learning_rate is not None:
+            # Schedules count from 0, and updates from 1.
             own = rate_at(options.learning_rate, context.step - 1)
         return own * options.learning_rate_scale
 
@@ -303,6 +320,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             if "__init__" in vars(kind) and issubclass(kind, Optimizer)
             for name in list(inspect.signature(kind.__init__).parameters)[1:]
         )
+        # A user's __init__ may keep an argument under another name; it is no setting then.
         names = dict.fromkeys((*given, "algorithm_options"))
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
@@ -313,6 +331,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         found: dict[str, object] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
+            # Without addresses, which differ between ranks for equal settings.
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
         found["learning_rate"] = rates(cast("Schedule", self.learning_rate))
@@ -336,6 +355,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         A shallow copy of a rule gets a holder of its own: settings belong to the rule.
         """
+        # copy.copy shares the holder, which would update by the settings of the original.
         if self._holder is None or self._holder.rule is not self:
             self._holder = PlainTraining(self)
         return self._holder
@@ -381,7 +401,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         return train_plain(self, input_data)
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.
 
         Parameters

@@ -15,6 +15,7 @@ from mpishard.base import (
     Array,
     CommunicationError,
     Data,
+    Document,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -35,6 +36,7 @@ from mpishard.contracts import (
     IShardedModel,
     IShardedOptimizer,
     PathLike,
+    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -151,7 +153,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def get_options(self) -> Mapping[str, object]:
         return {**self._rule.get_options(), **self._settings()}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
@@ -172,6 +174,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def reset(self) -> None:
         """Forget state and step count; the next step begins with new state, with any model."""
+        # The rule may have trained by itself before it was wrapped.
         self._rule.reset()
         self._forget_model()
         self._awaiting = None
@@ -278,6 +281,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(self._rule).__name__} needs the loss at several points, not only one "
                 "gradient: use step, optimize or mpishard.minimize"
             )
+        # Compared between ranks first: each takes its pieces of its own vector.
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
         state = self.bind(model)
         state.last_gradient = None
@@ -343,6 +347,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         state = self._state
         if state is not None and model is state.model:
+            # In each step, because options may have been set since the last one.
             state.require_same_frozen()
             return state
         self._require_model_of_this_kind(model)
@@ -380,6 +385,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
+        # Checked when it was bound; a step does not do it again.
         if model is self.model:
             return
         if not isinstance(model, ShardedModelBase):
@@ -392,6 +398,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(self).__name__} updates {self.model_class.__name__}, and the model is a "
                 f"{type(model).__name__}; use one strategy for both"
             )
+        # The very object: each backend counts its own collectives.
         if model.backend is not self.backend:
             names = [each.describe() for each in (model.backend, self.backend)]
             other = ", another object" if names[0] == names[1] else ""
@@ -445,6 +452,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
                 "that no other rank has, so there is nothing to synchronise"
             )
+        # In the order in which every rank has made them.
         for vector in self.state.values():
             ranks.broadcast(vector, root=0, subject=self._subject)
         # Adam's bias corrections depend on the number of updates, too.
@@ -453,7 +461,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: Any) -> None:
+    def _synchronize_parameters(self, model: UserModel) -> None:
         """Give a plain model on every rank the mean of all ranks' parameters. Collective.
 
         Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.
@@ -479,6 +487,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         saved = self._awaiting or StateBytes.fresh(self._rule)
         if self._state is not None:
+            # Bound again, which refuses options that were set since and do not fit.
             saved = self.bind(self._state.model).gathered()
         settings = {**saved.metadata["settings"], **self._lasting()}
         return replace(saved, metadata={**saved.metadata, "settings": settings}).to_bytes()
@@ -501,8 +510,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For the bytes of an `ElasticOptimizer` with other bounds, if this is one.
         """
         saved = StateBytes.from_bytes(data)
+        # Before the first step there is no state of a wrapper that could take more than the rule's.
         saved.require_rule(self._rule, alone=self._state is None)
         settings = saved.metadata["settings"]
+        # Settings that the bytes do not have are not compared.
         wrong = [
             f"{name} {settings[name]}, here {value}"
             for name, value in self._lasting().items()
@@ -639,6 +650,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "optimize inside accumulate() would add to a round and update nothing; call it "
                 "after the with block, and after the step that ends the round"
             )
+        # The first batch of this run would end a round that was begun before.
         model.engine.round.require_none("optimize")
         self.bind(model)
         lengths = training.refuse_early(model, self._config, data, model.data_size)
@@ -649,9 +661,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         from mpishard import training
 
         self._refuse_second_model()
+        # The ranks refuse together, so that they must be connected before.
         self.backend.initialize()
         lengths = training.refuse_early(data.model, self._config, data, self._data_size)
         model = self.model_class(data.model, self._config, **self._model_options)
+        # `bind` uses it up, and a refused run must leave it as it was.
         awaiting = self._awaiting
         run = None
         # The errors that every rank raises if one does: giving parameters back needs them all.

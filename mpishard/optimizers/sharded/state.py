@@ -10,7 +10,7 @@ from typing import ClassVar, TypedDict
 
 import numpy as np
 
-from mpishard.base import Array, Data, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, Metadata, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
@@ -176,6 +176,7 @@ class ModelState(CheckpointState):
             "clip_global_norm": rule.clip_global_norm,
             "clip_value": rule.clip_value,
             "weight_decay": rule.weight_decay,
+            # As text, because each rank has objects of its own.
             "parameter_options": self._described,
             # Bias corrections and schedules depend on it.
             "number of updates": self.steps,
@@ -207,6 +208,7 @@ class ModelState(CheckpointState):
             PieceViews(update.parameters, update.gradients, views, segments)
             for update, (segments, views) in zip(updates, self.views, strict=True)
         ]
+        # As in a PyTorch loop: parameters that no rank has used keep their values and state.
         if not rule.updates_unused:
             pieces = [p for all_of in pieces for p in all_of.without(report.unused, self.numbers)]
         context = UpdateContext(
@@ -239,6 +241,7 @@ class ModelState(CheckpointState):
     def synchronize(self) -> None:
         """Take the state of the ranks that write a checkpoint, and rank 0's steps. Collective."""
         self.take(self.gathered())
+        # Bias corrections and schedules depend on it, so that it must be equal, too.
         self.steps = int(self.model.backend.broadcast(np.array([self.steps]))[0])
 
     def gathered(self) -> StateBytes:
@@ -262,6 +265,7 @@ class ModelState(CheckpointState):
             If it is that of another model, or of other kinds.
         """
         saved.require_fit(self._trained_entries, self.model.dtype)
+        # A wrapper numbers its kinds by replicas, and the saved state tells how many there were.
         self.expect(saved.arrays)
         wanted = self.arrays_to_read().keys()
         if not (saved.is_of(self.rule) or saved.arrays.keys() == wanted):
@@ -278,6 +282,7 @@ class ModelState(CheckpointState):
         """
         self.expect(saved.arrays)
         whole = self.arrays_to_read()
+        # Otherwise it is the state of the rule alone, and a wrapper's own arrays stay.
         if saved.is_fresh or saved.arrays.keys() == whole.keys():
             saved.fill(whole)
             self.restored(saved.metadata)
@@ -329,6 +334,7 @@ class ModelState(CheckpointState):
             for name, value in self.rule.fingerprint().items()
             if settings.get(name) != value
         ]
+        # Logged and not refused: a resumed run may be given another rate.
         if changed and self.model.rank == 0:
             _log.warning("the optimizer continues with other settings: %s", "; ".join(changed))
         self.steps = steps = metadata["optimizer_steps"]
@@ -381,6 +387,7 @@ def search_step(state: ModelState, x: Data, y: Data, sample_start: int | None) -
 
     move(rule.begin)
     found: StepReport | None = None
+    # Each evaluation is a step of the engine: all ranks see one loss, and choose one trial.
     while state.is_searching:
         is_first = "value" not in state.numbers
         try:
@@ -395,6 +402,7 @@ def search_step(state: ModelState, x: Data, y: Data, sample_start: int | None) -
                 state.numbers.clear()
                 raise
             move(rule.reject)
+            # No shorter trial was finite either.
             if "stuck" in state.numbers:
                 raise
             continue

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, to_host
+from mpishard.base import Array, CheckpointError, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     OBJECT,
@@ -232,6 +232,7 @@ class StateBytes:
             for entry in entries
         }
         given = {name: (array.shape, array.dtype.name) for name, array in self._tensors.items()}
+        # Sorted, so that all ranks name the same array.
         wrong = [n for n in sorted(expected | given) if expected.get(n) != given.get(n)]
         if wrong:
             raise ValueError(
