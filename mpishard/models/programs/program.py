@@ -68,7 +68,7 @@ class Batch:
 
 
 class Replica:
-    """The place of a rank that computes its samples alone.
+    """The groups of a rank, which here computes its samples alone.
 
     Parameters
     ----------

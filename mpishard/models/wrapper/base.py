@@ -140,7 +140,7 @@ class ShardedModelBase(IShardedModel):
     policy: Policy
     strategy: ClassVar[str]
     engine: Engine
-    """The one way in which the parameters change; after `close` every use of it raises."""
+    """Changes the parameters, and nothing else does; after `close` every use of it raises."""
     _remembered: tuple[weakref.ref[Any], int] | None = None
 
     def __init__(self, wrapped_model: UserModel, config: ShardingConfiguration) -> None:
@@ -704,9 +704,9 @@ class ShardedModelBase(IShardedModel):
         It is made without communication, and shared memory cannot be. So steps of the copy send
         data that a model made by `as_distributed` reads in place.
 
-        A copy that all ranks use together is told from other models by its place among the copies
-        that were made since the last collective. So a copy that one rank alone makes should be the
-        last of these, or a collective such as ``backend.barrier()`` should follow it.
+        Collectives distinguish copies by the order in which they were made since the last
+        collective. So a copy that one rank alone makes should be the last of these, or a
+        collective such as ``backend.barrier()`` should follow it.
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
