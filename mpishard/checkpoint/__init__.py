@@ -56,8 +56,8 @@ from mpishard.checkpoint.loading.inspection import (
 )
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint, find_single
 from mpishard.checkpoint.loading.restore import load, load_states, newest_first, newest_valid
+from mpishard.checkpoint.saving.pending import PendingSave
 from mpishard.checkpoint.saving.save import (
-    PendingSave,
     begin_save,
     reserve,
     save,

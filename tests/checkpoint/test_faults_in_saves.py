@@ -17,7 +17,7 @@ from places import Place
 
 from mpishard import run_in_threads
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving import save as saving
+from mpishard.checkpoint.saving import pending
 from mpishard.errors import CollectiveTimeoutError, PeerError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
@@ -135,7 +135,7 @@ def test_what_failed_does_not_take_its_place_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_file", slow)
-        patch.setattr(saving, "_ABANDON_SECONDS", 0.01)
+        patch.setattr(pending, "_ABANDON_SECONDS", 0.01)
         with pytest.raises(ValueError, match="boom"):
             run_in_threads(2, work)
         released.set()

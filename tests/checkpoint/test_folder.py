@@ -299,7 +299,7 @@ def test_files_of_somebody_else_are_not_removed(
 def test_a_staging_buffer_holds_one_save(tmp_path: Path, fakes: Any) -> None:
     model, staging = fakes.Model(None, fakes.values(1)), StagingBuffer()
     pending = checkpoint.save_async(tmp_path / "a", model, staging=staging)
-    pending._thread.join()
+    pending._task.join(60.0)
     staging.copies([])
     with pytest.raises(ValueError, match="still being written"):
         checkpoint.save_async(tmp_path / "b", model, staging=staging)
@@ -415,7 +415,7 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
 ) -> None:
     staging = StagingBuffer()
     with monkeypatch.context() as patch:
-        lost = "mpishard.checkpoint.saving.save.path_from"
+        lost = "mpishard.checkpoint.saving.free_space.path_from"
         patch.setattr(lost, lambda text: Path(text) / "nowhere")
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging

@@ -14,7 +14,7 @@ import pytest
 from mpishard import as_distributed, checkpoint, nn, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, CheckpointReader, write_checkpoint
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving import save as saving
+from mpishard.checkpoint.saving import free_space
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry, Placement, Region
 
@@ -239,7 +239,7 @@ def test_a_blank_path_is_refused(fakes: Any) -> None:
 def test_a_directory_that_a_rank_cannot_see_is_named(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ranks = saving.path_from, threading.local()
+    real, ranks = free_space.path_from, threading.local()
 
     def elsewhere(text: str) -> Path | None:
         shared = real(text)
@@ -247,7 +247,7 @@ def test_a_directory_that_a_rank_cannot_see_is_named(
             return shared
         return Path("/nowhere", shared.relative_to(tmp_path))
 
-    monkeypatch.setattr(saving, "path_from", elsewhere)
+    monkeypatch.setattr(free_space, "path_from", elsewhere)
 
     def work(backend: Any) -> None:
         ranks.mine = backend.rank

@@ -20,7 +20,7 @@ from mpishard.checkpoint.format.content import spelled
 from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import PARAMETERS, write_manifest
 from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
-from mpishard.checkpoint.saving.save import require_room
+from mpishard.checkpoint.saving.free_space import require_space
 from mpishard.sharding import ParameterEntry, Region
 
 MAXIMUM_SHARD_BYTES = 5 * 10**9
@@ -219,7 +219,7 @@ def _write(
 ) -> Path:
     directory = place.make_temporary()
     try:
-        require_room(directory, _size(source) + _ROOM)
+        require_space(directory, _size(source) + _ROOM)
         if form is CheckpointForm.SAFETENSORS:
             file = directory / "whole.safetensors"
             _whole_file(source).write(file)
