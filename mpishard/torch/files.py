@@ -138,19 +138,22 @@ class _ModelView:
         self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
         owner.let_go()
 
+    def checkpointed(self) -> _ModelView:
+        return self
+
     @property
-    def checkpoint_backend(self) -> CommunicationBackend:
+    def backend(self) -> CommunicationBackend:
         return self._owner.backend
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         return self._owner.layout.subject
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
         return self._owner.layout.dtype
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def parameters(self) -> Sequence[ParameterEntry]:
         return self._owner.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:

@@ -59,9 +59,9 @@ class Rank:
         assert world_size == pipeline * tensor * data
         stage, rest = divmod(rank, tensor * data)
         part, place = divmod(rest, data)
-        self.checkpoint_backend = backend
-        self.checkpoint_subject = 0
-        self.checkpoint_dtype = kinds["parameters"].dtype
+        self.backend = backend
+        self.subject = 0
+        self.dtype = kinds["parameters"].dtype
         self.entries = fakes.entries(SHAPES)
         names = STAGES[stage] if pipeline == 2 else [*SHAPES] if stage == 0 else []
         held, start = [], 0
@@ -80,7 +80,10 @@ class Rank:
             self.placement.take(full, self.start, self.own[kind])
         self.steps = 0
 
-    def checkpoint_parameters(self) -> Any:
+    def checkpointed(self) -> Any:
+        return self
+
+    def parameters(self) -> Any:
         return self.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:

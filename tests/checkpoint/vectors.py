@@ -103,7 +103,7 @@ class State:
 
 
 class Model(State):
-    """A `Checkpointable`."""
+    """A `Checkpointable` that is its own `CheckpointedModel`."""
 
     def __init__(
         self,
@@ -112,11 +112,14 @@ class Model(State):
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     ) -> None:
         super().__init__(backend, {"parameters": vector}, {"kind": "fake"}, shapes)
-        self.checkpoint_backend = backend
-        self.checkpoint_subject = 0
-        self.checkpoint_dtype = vector.dtype
+        self.backend = backend
+        self.subject = 0
+        self.dtype = vector.dtype
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def checkpointed(self) -> Model:
+        return self
+
+    def parameters(self) -> Sequence[ParameterEntry]:
         return entries(self.shapes)
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:

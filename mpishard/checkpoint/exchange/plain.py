@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,26 +107,47 @@ class PlainModelFiles(ICheckpointableModel):
         """
         load(path, self)
 
+    def checkpointed(self) -> PlainCheckpoint:
+        """Return the model in the form that `mpishard.checkpoint` saves and loads."""
+        return PlainCheckpoint(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCheckpoint:
+    """A plain model in the form that `mpishard.checkpoint` saves and loads.
+
+    Parameters
+    ----------
+    model : PlainModelFiles
+        The model.
+    """
+
+    model: PlainModelFiles
+
     @property
-    def checkpoint_backend(self) -> None:
+    def backend(self) -> None:
         """None, because one process writes and reads."""
         return
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         """0, because nothing is communicated."""
         return 0
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
         """The dtype of the parameters."""
-        dtype: np.dtype[Any] = self._flat_vector().dtype
+        dtype: np.dtype[Any] = self.model._flat_vector().dtype
         return dtype
+
+    def parameters(self) -> Sequence[ParameterEntry]:
+        """Return name, shape and start of each parameter."""
+        return self.model.checkpoint_parameters()
 
     def arrays_to_write(self) -> Pieces:
         """Return all parameters."""
-        placement = Placement.whole(self.checkpoint_parameters())
-        return {"parameters": placement.cut([(0, self._flat_vector())])}
+        placement = Placement.whole(self.parameters())
+        return {"parameters": placement.cut([(0, self.model._flat_vector())])}
 
     def arrays_to_read(self) -> Pieces:
         """Return all parameters, to be overwritten."""
@@ -133,16 +155,16 @@ class PlainModelFiles(ICheckpointableModel):
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Return the model's `choices`."""
-        choices = self.choices()
+        choices = self.model.choices()
         return {"choices": choices} if choices else {}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices of another model."""
-        self.check_choices(choices_in(metadata))
+        self.model.check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Apply the choices."""
-        self.take_choices(choices_in(metadata))
+        self.model.take_choices(choices_in(metadata))
 
 
 def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:

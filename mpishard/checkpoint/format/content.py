@@ -62,25 +62,25 @@ class CheckpointState(Protocol):
         ...
 
 
-class Checkpointable(CheckpointState, Protocol):
-    """Model whose parameters can be saved and restored."""
+class CheckpointedModel(CheckpointState, Protocol):
+    """A model's parameters, and all that a checkpoint needs to know of the model."""
 
     @property
-    def checkpoint_backend(self) -> CommunicationBackend | None:
+    def backend(self) -> CommunicationBackend | None:
         """Ranks that save and load together; None for a model of one process."""
         ...
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         """The model's number in collectives, `CommunicationBackend.number_model`; 0 for none."""
         ...
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
         """Dtype of the parameters."""
         ...
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def parameters(self) -> Sequence[ParameterEntry]:
         """Return the parameters along the flat vector, in order and without gaps."""
         ...
 
@@ -92,6 +92,14 @@ class Checkpointable(CheckpointState, Protocol):
         ValueError
             If the metadata do not fit the model.
         """
+        ...
+
+
+class Checkpointable(Protocol):
+    """Model that can be saved and restored."""
+
+    def checkpointed(self) -> CheckpointedModel:
+        """Return the model in the form that checkpoints save and load. Communicates nothing."""
         ...
 
 
@@ -112,7 +120,7 @@ def require_checkpointable(model: Any, optimizer: Any = None, training: Any = No
         If the model or the optimizer is not checkpointable, or ``training`` is not a
         `CheckpointState`.
     """
-    if not hasattr(model, "checkpoint_parameters"):
+    if not hasattr(model, "checkpointed"):
         raise TypeError(
             "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "
             f"{type(model).__name__}"
@@ -135,7 +143,7 @@ def states_of(
     training: CheckpointState | None,
 ) -> dict[str, CheckpointState]:
     """Return the states that a checkpoint has, by their names in its metadata."""
-    states: dict[str, CheckpointState] = {"model": model}
+    states: dict[str, CheckpointState] = {"model": model.checkpointed()}
     if optimizer is not None:
         states["optimizer"] = optimizer.checkpoint_view(model)
     if training is not None:

@@ -85,7 +85,8 @@ def load(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer, training)
-    with same_outcome(model.checkpoint_backend, model.checkpoint_subject):
+    saved = model.checkpointed()
+    with same_outcome(saved.backend, saved.subject):
         states = states_of(model, optimizer, training)
     return load_states(path, model, states)
 
@@ -106,7 +107,8 @@ def load_states(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model)
-    backend = model.checkpoint_backend
+    saved = model.checkpointed()
+    backend = saved.backend
 
     def find() -> str | os.PathLike[str]:
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
@@ -115,7 +117,7 @@ def load_states(
         everyone = agree(
             backend,
             lambda: (path_text(find_single(path)) if is_first else "", list(states)),
-            model.checkpoint_subject,
+            saved.subject,
         )
         if any(names != everyone[0][1] for _, names in everyone):
             by_rank = "; ".join(", ".join(names) for _, names in everyone)
@@ -125,7 +127,7 @@ def load_states(
 
     def verify(reader: CheckpointReader) -> list[_Copy]:
         # All checks come before the first read, so that a refused load changes nothing.
-        parameters = model.checkpoint_parameters()
+        parameters = saved.parameters()
         kept = reader.not_saved(parameters)
         if kept and (backend is None or backend.rank == 0):
             _log.warning(
@@ -134,7 +136,7 @@ def load_states(
                 reader.path,
                 ", ".join(sorted(kept)),
             )
-        reader.require([e for e in parameters if e.name not in kept], model.checkpoint_dtype)
+        reader.require([e for e in parameters if e.name not in kept], saved.dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
         for state in states.values():
@@ -148,7 +150,7 @@ def load_states(
             _check_fits(reader, name, pieces)
         if "model" in states:
             with _using_metadata(reader, "model"):
-                model.check_metadata(reader.metadata["model"])
+                saved.check_metadata(reader.metadata["model"])
         return [
             (overlap, values, array)
             for pieces in wanted.values()

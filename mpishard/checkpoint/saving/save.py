@@ -139,8 +139,9 @@ def reserve(
     require_checkpointable(model, optimizer)
     require_type("staging", staging, StagingBuffer)
     as_count("kept", kept, least=0)
-    with same_outcome(model.checkpoint_backend, model.checkpoint_subject):
-        nbytes = staged_bytes(model.arrays_to_write()) * (1 + kept)
+    saved = model.checkpointed()
+    with same_outcome(saved.backend, saved.subject):
+        nbytes = staged_bytes(saved.arrays_to_write()) * (1 + kept)
         if optimizer is not None:
             nbytes += staged_bytes(optimizer.checkpoint_view(model).arrays_to_write())
         staging.reserve(nbytes)
@@ -161,6 +162,7 @@ def begin_save(
     Without ``staging`` no array may change before the save is done. If there are ``states``, by
     name, only these are saved.
     """
+    saved = model.checkpointed()
 
     # `PendingSave` calls this function inside `agree`, so that the error of one rank is raised on
     # all of them.
@@ -170,11 +172,9 @@ def begin_save(
         for name, state in (states or states_of(model, optimizer, training)).items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())
-        return Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
+        return Content(saved.parameters(), saved.dtype, arrays, document)
 
-    return PendingSave(
-        model.checkpoint_backend, make_target, make_content, staging, model.checkpoint_subject
-    )
+    return PendingSave(saved.backend, make_target, make_content, staging, saved.subject)
 
 
 def save_states(
