@@ -62,6 +62,7 @@ def _parameters(model: Model, chunks: Iterator[Array]) -> Iterator[Array]:
     """Yield each parameter as a vector, from chunks that may end anywhere."""
     held = np.empty(0, model.dtype)
     for entry in model.parameter_table.entries:
+        # A unit has several parameters, and on a mesh a chunk is all of them.
         while held.size < entry.size:
             following = to_host(next(chunks)).reshape(-1)
             held = np.concatenate([held, following]) if held.size else following

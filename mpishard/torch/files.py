@@ -82,6 +82,7 @@ def save(
         As for `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
+    # A parameter that was moved out of the store would be saved with its old values.
     owner.placed.require_placed()
     view = None if optimizer is None else _OptimizerView(owner, optimizer)
     document = {_STEP: as_integer("step", step), _USER: dict(metadata or {})}
@@ -136,6 +137,7 @@ class _ModelView:
         self, owner: ShardedModule, optimizer: _OptimizerView | None, scheduler: Any
     ) -> None:
         self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
+        # Changes that the user made in gathered parameters go to the pieces, which are saved.
         owner.let_go()
 
     def checkpointed(self) -> _ModelView:
@@ -192,6 +194,8 @@ class _ModelView:
         check_state(self._owner.placed, beside["model"])
         if self._scheduler is not None and "scheduler" not in beside:
             raise ValueError("it was saved without a scheduler")
+        # The user's load_state_dict() may raise. Here it is tried, and undone, before arrays are
+        # read.
         with ExitStack() as undone:
             undone.enter_context(module_unchanged(self._owner.placed))
             if self._optimizer is not None:
@@ -201,6 +205,7 @@ class _ModelView:
             self._take(beside)
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
+        # Rounded copies and gathered units are older than the arrays that were read.
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()

@@ -216,6 +216,7 @@ class ShardedModule(Uncopied):
                 take = functools.partial(_receive, weakref.ref(self), len(self.parts))
                 placed.hook(part.index, take)
                 self.parts.append(part)
+        # The parameters are views of units, which need no memory until an operation uses them.
         if gathered is not None:
             gathered.forget()
 
@@ -225,6 +226,7 @@ class ShardedModule(Uncopied):
 
     def check_replicas(self) -> int:
         """See `mpishard.torch.check_replicas`. Collective."""
+        # Gathered parameters may have changes that the compared pieces lack.
         self.let_go()
         return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
 
@@ -238,6 +240,7 @@ class ShardedModule(Uncopied):
         if self.shards_state:
             self.parameters.publish(self.passes.trained_pieces())
         else:
+            # With ddp each rank has updated all parameters, and nothing has to be sent.
             self.parameters.changed()
         self.gradients.finish()
         self.passes.part_of_step.close()
@@ -345,7 +348,9 @@ def shard(
         raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
+    # Not by setattr(), which torch.nn.Module overrides.
     module.__dict__[_ATTRIBUTE] = sharded
+    # Only a traced run has these hooks, because they cost time in each forward pass.
     if current_recorder.get() is not None:
         module.register_forward_pre_hook(_forward_begins)
         module.register_forward_hook(_forward_ends, always_call=True)

@@ -146,6 +146,7 @@ class PlainCheckpoint:
 
     def arrays_to_write(self) -> Pieces:
         """Return all parameters."""
+        # The pieces are views of the model's vector, so that a load writes to the model itself.
         placement = Placement.whole(self.parameters())
         return {"parameters": placement.cut([(0, self.model._flat_vector())])}
 
@@ -183,6 +184,7 @@ def named_bytes(
     records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
 ) -> bytes:
     """Return a flat vector in host memory as named arrays in safetensors format, with choices."""
+    # The keys are sorted, so that equal choices give equal bytes on all ranks.
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
     return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 
@@ -204,6 +206,7 @@ def packed_vector(
     """
     expected = {record.name: tuple(record.shape) for record in records}
     given = {name: tuple(array.shape) for name, array in arrays.items()}
+    # Names and shapes are compared before the vector is allocated, which is as large as the model.
     wrong = sorted(n for n in expected | given if expected.get(n) != given.get(n))
     if wrong:
         name = wrong[0]

@@ -120,6 +120,7 @@ def require_checkpointable(model: Any, optimizer: Any = None, training: Any = No
         If the model or the optimizer is not checkpointable, or ``training`` is not a
         `CheckpointState`.
     """
+    # One member is tested, because isinstance does not work with these protocols.
     if not hasattr(model, "checkpointed"):
         raise TypeError(
             "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "
@@ -143,6 +144,7 @@ def states_of(
     training: CheckpointState | None,
 ) -> dict[str, CheckpointState]:
     """Return the states that a checkpoint has, by their names in its metadata."""
+    # A load restores the states in this order, the parameters first.
     states: dict[str, CheckpointState] = {"model": model.checkpointed()}
     if optimizer is not None:
         states["optimizer"] = optimizer.checkpoint_view(model)
@@ -160,6 +162,7 @@ class Kind:
 
 
 ANYTHING = Kind("anything", lambda _: True)
+# Counts become 64-bit integers, which would overflow without an error.
 COUNT = Kind("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < 1 << 63)
 # The types are compared exactly, because True is an int. Larger integers have no float.
 NUMBER = Kind("a number", lambda v: type(v) is float or (type(v) is int and abs(v) < 1 << 1023))
@@ -250,6 +253,7 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     # This comes first, because it refuses containers that contain themselves.
     text = json.dumps(found, default=_plain)
     check_keys("metadata", found)
+    # The copy is made of the text, so that it is what a load will return: tuples become lists.
     return dict(json.loads(text))
 
 
@@ -275,6 +279,7 @@ def spelled(value: Any) -> Any:
 def unspelled(value: Any) -> Any:
     """Return the value from the result of `spelled`."""
     if isinstance(value, dict):
+        # A forged file may have another value under this key. It stays as it is.
         if value.keys() == {_SPELLING} and str(value[_SPELLING]) in _NUMBERS:
             return _NUMBERS[value[_SPELLING]]
         return {key: unspelled(item) for key, item in value.items()}
@@ -291,6 +296,7 @@ def check_keys(name: str, value: Any, place: str = "") -> None:
     TypeError, ValueError
         As for `as_json`. The message names the argument, ``name``, and the key.
     """
+    # An array of objects may contain dicts. Arrays of numbers have no keys.
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
     if isinstance(value, dict):

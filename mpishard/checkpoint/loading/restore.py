@@ -87,6 +87,7 @@ def load(
     require_checkpointable(model, optimizer, training)
     saved = model.checkpointed()
     with same_outcome(saved.backend, saved.subject):
+        # A view of an optimizer may raise on some ranks only.
         states = states_of(model, optimizer, training)
     return load_states(path, model, states)
 
@@ -183,6 +184,7 @@ def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+    # A forged file may have any JSON here. These are the errors of values of a wrong type.
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"the checkpoint {reader.path} has no metadata.{name} that {_ARTICLES[name]} can use: "
@@ -246,6 +248,7 @@ def newest_valid(
 
     def look() -> tuple[str, list[tuple[str, int, str]]]:
         opened.append(folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder))
+        # Only rank 0 lists the folder, which may change while another rank does.
         if rank != 0:
             return "", []
         listed = [(e.path.name, e.sequence, e.problem) for e in newest_first(opened[0])]
@@ -267,6 +270,7 @@ def newest_valid(
             return path
         refused.append(f"{path.name}: {', '.join(reasons)}")
         if sequence:
+            # Otherwise the folder would keep this checkpoint in place of one that can be read.
             checkpoints.refuse(sequence, reasons[0])
     if refused:
         raise CheckpointError(

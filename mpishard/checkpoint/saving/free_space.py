@@ -62,6 +62,7 @@ def require_found(found: FoundSpace, needed: int) -> Path:
     """Return the temporary directory, or refuse if fewer than ``needed`` bytes are free."""
     directory, parent = directory_of(found), path_from(found["parent"])
     assert parent is not None
+    # No space is reserved: if others fill the disk later, `full_disk_error` explains that.
     if directory is None or needed > found["free"]:
         raise _no_space(found["refusal"] or _TOO_SMALL, needed, found["free"], parent)
     return directory

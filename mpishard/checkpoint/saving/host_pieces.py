@@ -47,6 +47,8 @@ def pieces_on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
         pieces[kind] = []
         for region, array in given:
             length = region.stop - region.start
+            # Values of another length would be saved under the wrong region, and no checksum would
+            # tell.
             if array.shape != (length,):
                 raise ValueError(
                     f"{kind}: the piece {region} has shape ({length},), got {array.shape}"
@@ -60,6 +62,7 @@ def pieces_on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
                     shared.append((kind, len(pieces[kind])))
                 pieces[kind].append((region, host))
     if staging is not None:
+        # One call for all, so that arrays that are end to end are copied together.
         copies = staging.copies([pieces[kind][index][1] for kind, index in shared])
         for (kind, index), copy in zip(shared, copies, strict=True):
             pieces[kind][index] = (pieces[kind][index][0], copy)

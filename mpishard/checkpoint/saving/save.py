@@ -60,6 +60,7 @@ def save(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer, training)
+    # Only rank 0 makes the target, and if that raises, all ranks raise.
     begin_save(lambda: Target(path), model, optimizer, training=training, metadata=metadata).wait()
 
 
@@ -105,6 +106,7 @@ def save_async(
         optimizer,
         training=training,
         metadata=metadata,
+        # Without a buffer, training would change arrays before they are written.
         staging=StagingBuffer() if staging is None else staging,
     )
 
@@ -140,6 +142,7 @@ def reserve(
     require_type("staging", staging, StagingBuffer)
     as_count("kept", kept, least=0)
     saved = model.checkpointed()
+    # One rank alone may lack the memory.
     with same_outcome(saved.backend, saved.subject):
         nbytes = staged_bytes(saved.arrays_to_write()) * (1 + kept)
         if optimizer is not None:
@@ -168,6 +171,7 @@ def begin_save(
     # all of them.
     def make_content() -> Content:
         arrays: dict[str, Any] = {}
+        # None marks a state that is not saved. A load that needs it is refused with that reason.
         document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
         for name, state in (states or states_of(model, optimizer, training)).items():
             arrays |= state.arrays_to_write()
