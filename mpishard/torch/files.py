@@ -138,7 +138,7 @@ class _ModelView:
     ) -> None:
         self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
         # Changes that the user made in gathered parameters go to the pieces, which are saved.
-        owner.let_go()
+        owner.free_gathered()
 
     def checkpointed(self) -> _ModelView:
         return self

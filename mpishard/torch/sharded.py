@@ -227,10 +227,10 @@ class ShardedModule(Uncopied):
     def check_replicas(self) -> int:
         """See `mpishard.torch.check_replicas`. Collective."""
         # Gathered parameters may have changes that the compared pieces lack.
-        self.let_go()
+        self.free_gathered()
         return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
 
-    def let_go(self) -> None:
+    def free_gathered(self) -> None:
         """Free gathered parameters, except for this rank's parts."""
         if self.gathered is not None:
             self.gathered.release()
@@ -272,8 +272,8 @@ def _explain(module: Any, _inputs: Any, output: Any) -> None:
 
 
 def _refuse_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    held = module._parameters.items()
-    if any(isinstance(p, SharedParameter) and prefix + name in state_dict for name, p in held):
+    own = module._parameters.items()
+    if any(isinstance(p, SharedParameter) and prefix + name in state_dict for name, p in own):
         raise ShardingError(
             f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change '
             "the rounded copies, and not the float32 parameters of their owners: call it before "
@@ -426,14 +426,14 @@ def no_sync(*models: Any) -> Iterator[None]:
     *models : torch.nn.Module
         Sharded modules.
     """
-    held = [module_of(model) for model in models]
-    before = [sharded.passes.syncs for sharded in held]
-    for sharded in held:
+    sharded_modules = [module_of(model) for model in models]
+    before = [sharded.passes.syncs for sharded in sharded_modules]
+    for sharded in sharded_modules:
         sharded.passes.syncs = False
     try:
         yield
     finally:
-        for sharded, value in zip(held, before, strict=True):
+        for sharded, value in zip(sharded_modules, before, strict=True):
             sharded.passes.syncs = value
 
 

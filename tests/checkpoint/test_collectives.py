@@ -1,4 +1,4 @@
-"""A save is few collectives: the ranks agree once, write, and hear that rank 0 has committed."""
+"""The few collectives of a save: agreement, end of the writes, records, and rank 0's commit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAVES: dict[str, Callable[[Path, Any, Any], None]] = {
 
 
 class Calls(threading.local):
-    """How many collectives a rank has called, in the world or in any group of it."""
+    """Number of collectives that a rank has called, in the world or in any group of it."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""A model and an optimizer that are nothing but vectors, sharded or replicated."""
+"""A model and an optimizer for tests, whose only content is vectors, sharded or replicated."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class State:
         self.metadata = dict(metadata)
 
     def equals(self, vectors: Mapping[str, np.ndarray[Any, Any]]) -> bool:
-        """Whether every piece has the bits of ``vectors``."""
+        """Return True if every piece has the bits of ``vectors``."""
         places = {entry.name: entry for entry in entries(self.shapes)}
         for kind, pieces in self.pieces.items():
             for region, array in pieces:
@@ -145,7 +145,7 @@ class Optimizer(State):
 
 
 class Fakes:
-    """What the tests of this folder share."""
+    """Helpers that the tests of this folder share."""
 
     Model = Model
     Optimizer = Optimizer

@@ -251,8 +251,8 @@ class FileRecord:
         # A read of a pipe or a device could wait for ever.
         if not file.is_file():
             return "is not a regular file" if file.exists() else "is missing"
-        held = file.stat().st_size
-        return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
+        nbytes = file.stat().st_size
+        return "" if nbytes == self.nbytes else f"has {nbytes} of {self.nbytes} bytes"
 
 
 class RankFile:

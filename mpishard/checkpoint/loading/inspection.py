@@ -158,12 +158,12 @@ def problems_in(
             if reason:
                 tensors = tuple(
                     f"{kind} of {tensor}"
-                    for kind, held in manifest.arrays.items()
-                    for tensor, pieces in held.pieces.items()
+                    for kind, arrays in manifest.arrays.items()
+                    for tensor, pieces in arrays.pieces.items()
                     if any(
                         piece.file == name
                         and piece.offset < high
-                        and low < piece.offset + piece.region.length * held.dtype.itemsize
+                        and low < piece.offset + piece.region.length * arrays.dtype.itemsize
                         for piece in pieces
                     )
                 )
@@ -218,8 +218,8 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
 
     def read(reader: CheckpointReader) -> dict[str, np.ndarray[Any, Any]]:
         if PARAMETERS not in reader.kinds:
-            held = sorted(reader.kinds)
-            raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
+            kinds = sorted(reader.kinds)
+            raise CheckpointError(f"{reader.path} holds {kinds}, and no {PARAMETERS}")
         return {e.name: reader.read_whole(PARAMETERS, e) for e in reader.parameters}
 
     # A save may replace the checkpoint while it is read, so that it may have to be opened again.

@@ -170,9 +170,9 @@ class CheckpointReader:
         # Lengths are compared before memory is allocated for the content.
         self._check_sizes()
 
-    def held(self, kind: str) -> list[ParameterEntry]:
+    def parameters_of(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
-        return self._manifest.held(kind)
+        return self._manifest.parameters_of(kind)
 
     def read(self, kind: str, region: Region, out: Array) -> None:
         """Fill ``out`` with a region of an array of a kind, such as a parameter's values.

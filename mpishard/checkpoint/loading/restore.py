@@ -200,9 +200,9 @@ def _check_fits(reader: CheckpointReader, name: str, pieces: Mapping[str, Any]) 
     if not isinstance(reader.metadata.get(name), Mapping):
         raise CheckpointError(f"the checkpoint {reader.path} was saved without {_ARTICLES[name]}")
     # A kind is "parameters", which the model has, or "optimizer/..." or "training/...".
-    held = {k for k in reader.kinds if (k.split("/")[0] if "/" in k else "model") == name}
-    if held != set(pieces):
-        saved, wanted = (", ".join(sorted(kinds)) or "no arrays" for kinds in (held, pieces))
+    saved_kinds = {k for k in reader.kinds if (k.split("/")[0] if "/" in k else "model") == name}
+    if saved_kinds != set(pieces):
+        saved, wanted = (", ".join(sorted(kinds)) or "no arrays" for kinds in (saved_kinds, pieces))
         raise CheckpointError(
             f"the checkpoint {reader.path} holds {saved} of the {name} that was saved; the one "
             f"that is to be restored has {wanted}"
