@@ -55,7 +55,7 @@ def pieces_on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
                 )
             # Empty pieces need no place in a file.
             if array.size:
-                is_host = isinstance(array, np.ndarray)
+                is_host = not is_device_array(array)
                 host = np.ascontiguousarray(array if is_host else to_host(array))
                 # `to_host` has copied CuPy arrays already, and NumPy cannot test them.
                 if staging is not None and is_host and np.may_share_memory(host, array):
