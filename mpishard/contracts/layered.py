@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, MissingMemberError
+from mpishard.base.mirrored import LayerSpellings
 
 
-class LayerCategory(StrEnum):
+class LayerCategory(LayerSpellings, StrEnum):
     """The purpose of a layer."""
 
     DENSE = "dense"
@@ -27,19 +28,6 @@ class LayerCategory(StrEnum):
     RESHAPE = "reshape"
     COMPOSITE = "composite"
     OTHER = "other"
-
-    # Names in the spelling of the mirrored hierarchy.
-    Dense = DENSE
-    Convolution = CONVOLUTION
-    Pooling = POOLING
-    Normalization = NORMALIZATION
-    Activation = ACTIVATION
-    Attention = ATTENTION
-    Embedding = EMBEDDING
-    Regularization = REGULARIZATION
-    Reshape = RESHAPE
-    Composite = COMPOSITE
-    Other = OTHER
 
 
 @dataclass(frozen=True, slots=True)

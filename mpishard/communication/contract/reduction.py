@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, array_namespace, chunk_length
+from mpishard.base.mirrored import ReductionSpellings
 
 
-class ReductionOperation(IntEnum):
+class ReductionOperation(ReductionSpellings, IntEnum):
     """Operation that combines the contributions of the ranks.
 
     ``MIN`` and ``MAX`` propagate NaN. ``AVERAGE`` is the sum, divided once by the number of
@@ -32,12 +33,6 @@ class ReductionOperation(IntEnum):
     MIN = 2
     MAX = 3
     AVERAGE = 4
-
-    Sum = SUM
-    Product = PRODUCT
-    Min = MIN
-    Max = MAX
-    Average = AVERAGE
 
 
 # A name of its own, because Python takes 0.2 us to look up a member of an enumeration.

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpishard.base import Array, ShardingError, as_count
 from mpishard.contracts import ILayeredModel
-from mpishard.sharding.table import build_units
+from mpishard.sharding import build_units
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+"""The room: what it offers, what native classes are without it, and when its modules are loaded."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpishard as ms
+from mpishard import mirror
+from mpishard.base import mirrored
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str) -> str:
+    """What a new process prints."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_name_of_the_room_is_there_and_documented() -> None:
+    tree = ast.parse(inspect.getsource(mirror))
+    conditions = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
+    imports = [n for n in conditions["TYPE_CHECKING"].body if isinstance(n, ast.ImportFrom)]
+    assert sorted(alias.name for node in imports for alias in node.names) == mirror.__all__
+    for node in imports:
+        for alias in node.names:
+            value = getattr(mirror, alias.name)
+            assert value is getattr(importlib.import_module(str(node.module)), alias.name)
+            assert inspect.getdoc(value), alias.name
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        mirror.nonsense  # noqa: B018
+
+
+def test_the_seam_names_the_classes_that_the_room_offers() -> None:
+    offered = [name for names in mirror._MEMBERS.values() for name in names]
+    assert sorted(offered) == mirrored.__all__
+    for name in offered:
+        assert getattr(mirrored, name).__module__.startswith("mpishard.mirror.members.")
+
+
+@pytest.mark.spawned
+def test_native_classes_train_without_the_room() -> None:
+    """No native code needs a documented member."""
+    program = """
+import sys
+import mpishard as ms
+from mpishard.base import mirrored
+mirrored._modules.clear()  # nothing is offered
+import numpy as np
+def main(backend):
+    x, y = np.ones((4, 3)), np.ones((4, 2))
+    model = ms.as_distributed(ms.nn.MLP([3, 4, 2]), backend)
+    optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend)
+    before = optimizer.step(model, x, y)
+    data = ms.OptimizationInputData(model=model, x_train=x, y_train=y, epochs=3, progress=False)
+    optimizer.optimize(data)
+    return before > model.evaluate(x, y)[0]
+print(ms.run_in_threads(2, main), [name for name in sys.modules if ".mirror.members" in name])
+"""
+    assert run(program) == "[True, True] []\n"
+
+
+@pytest.mark.spawned
+@pytest.mark.parametrize("name", mirror.__all__)
+def test_each_name_can_be_the_first_that_a_process_loads(name: str) -> None:
+    assert run(f"from mpishard.mirror import {name}; print({name}.__name__)") == f"{name}\n"
+
+
+def test_spellings_are_other_names_of_the_same_members() -> None:
+    assert ms.ReductionOperation["Sum"] is ms.ReductionOperation.Sum is ms.ReductionOperation.SUM
+    assert len(ms.ReductionOperation) == 5
+    kinds = ms.pipeline.PipelineOperationType
+    assert kinds("backward_input") is kinds.BackwardInput is kinds.BACKWARD_INPUT
+    categories = ms.contracts.LayerCategory
+    assert all(categories[member.name.capitalize()] is member for member in categories)
