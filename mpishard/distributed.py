@@ -21,7 +21,6 @@ from mpishard.communication import (
     refuse_worlds_of_one,
     run_in_threads,
 )
-from mpishard.contracts import IOptimizer
 from mpishard.pipeline import about_schedule
 from mpishard.sharding import ShardingConfiguration
 
@@ -190,7 +189,9 @@ or DistributedStrategy
         # A copy, because other models may use the given configuration, with its precision.
         config = copy.copy(config)
         config.precision = precision
-    if isinstance(model_or_optimizer, IOptimizer):
+    if hasattr(model_or_optimizer, "optimize") and not hasattr(
+        model_or_optimizer, "get_parameters"
+    ):
         # The class itself refuses an optimizer that it cannot run.
         return optimizer_class(model_or_optimizer, config, **options)
     return model_class(model_or_optimizer, config, **options)

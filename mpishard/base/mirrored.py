@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpishard.mirror.members.configurations import ConfigurationPresets
+    from mpishard.mirror.members.optimizers import OptimizerMembers
+    from mpishard.mirror.members.plain_models import LayeredModelMembers, PlainModelMembers
+    from mpishard.mirror.members.sharded_models import ShardedModelMembers
+    from mpishard.mirror.members.sharded_optimizers import ShardedOptimizerMembers
     from mpishard.mirror.members.spellings import (
         LayerSpellings,
         OperationSpellings,
@@ -27,9 +31,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigurationPresets",
     "LayerSpellings",
+    "LayeredModelMembers",
     "OperationSpellings",
+    "OptimizerMembers",
+    "PlainModelMembers",
     "RecomputeSpellings",
     "ReductionSpellings",
+    "ShardedModelMembers",
+    "ShardedOptimizerMembers",
     "StrategySpellings",
 ]
 

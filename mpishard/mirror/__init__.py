@@ -3,7 +3,9 @@
 The package mirrors a documented class hierarchy. Its native classes are complete without it: they
 train, save and communicate. This room has the rest, and nothing native imports it.
 
-* Classes of its own: `CommunicationManager`, `ParameterAnalyzer`, `TrainingBuilder`.
+* ``interfaces/``: `IFullModel` and the other interfaces. The classes of the package implement them.
+* Classes of its own: `CommunicationManager`, `ParameterAnalyzer`, `TrainingBuilder`,
+  `OptimizationAlgorithmOptions`.
 * ``members/``: the documented members of native classes. ``ms.ShardingConfiguration`` inherits
   ``create_for_low_bandwidth`` from `members.configurations`. A native class names its base in
   `mpishard.base.mirrored`, to which this module offers the classes; each is loaded with the native
@@ -20,6 +22,36 @@ from mpishard.base import mirrored
 
 if TYPE_CHECKING:
     from mpishard.mirror.communication_manager import CommunicationManager
+    from mpishard.mirror.interfaces import (
+        DynamicShapeInfo,
+        ICheckpointableModel,
+        ICloneable,
+        IFeatureAware,
+        IFeatureImportance,
+        IFullModel,
+        IGradientBasedOptimizer,
+        IGradientComputable,
+        IJitCompilable,
+        ILayeredModel,
+        ILossFunction,
+        IModel,
+        IModelSerializer,
+        IModelShape,
+        IOptimizer,
+        IParameterizable,
+        IParameterSource,
+        IPipelineDecomposableModel,
+        IShardedModel,
+        IShardedOptimizer,
+        LayerCategory,
+        LayerInfo,
+        ModelMetadata,
+        ShardedModel,
+    )
+    from mpishard.mirror.optimizer_options import (
+        AdamOptimizerOptions,
+        OptimizationAlgorithmOptions,
+    )
     from mpishard.mirror.parameter_analyzer import ParameterAnalyzer, ParameterGroup
     from mpishard.mirror.training_builder import (
         TrainingBuilder,
@@ -28,19 +60,55 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AdamOptimizerOptions",
     "CommunicationManager",
+    "DynamicShapeInfo",
+    "ICheckpointableModel",
+    "ICloneable",
+    "IFeatureAware",
+    "IFeatureImportance",
+    "IFullModel",
+    "IGradientBasedOptimizer",
+    "IGradientComputable",
+    "IJitCompilable",
+    "ILayeredModel",
+    "ILossFunction",
+    "IModel",
+    "IModelSerializer",
+    "IModelShape",
+    "IOptimizer",
+    "IParameterSource",
+    "IParameterizable",
+    "IPipelineDecomposableModel",
+    "IShardedModel",
+    "IShardedOptimizer",
+    "LayerCategory",
+    "LayerInfo",
+    "ModelMetadata",
+    "OptimizationAlgorithmOptions",
     "ParameterAnalyzer",
     "ParameterGroup",
+    "ShardedModel",
     "TrainingBuilder",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
 ]
 
-_MODULES = ("communication_manager", "parameter_analyzer", "training_builder")
+_MODULES = (
+    "interfaces",
+    "communication_manager",
+    "parameter_analyzer",
+    "optimizer_options",
+    "training_builder",
+)
 """The modules of these names, searched in the order of the rooms that they import from."""
 
 _MEMBERS = {
     "configurations": ["ConfigurationPresets"],
+    "optimizers": ["OptimizerMembers"],
+    "plain_models": ["LayeredModelMembers", "PlainModelMembers"],
+    "sharded_models": ["ShardedModelMembers"],
+    "sharded_optimizers": ["ShardedOptimizerMembers"],
     "spellings": [
         "LayerSpellings", "OperationSpellings", "RecomputeSpellings", "ReductionSpellings",
         "StrategySpellings",

@@ -10,7 +10,7 @@ import numpy as np
 from mpishard.base import HOST, Array, MissingLossError, require_plain, rounded, to_host, widened
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
+from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.data import Samples, map_arrays
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
@@ -157,7 +157,7 @@ class LayeredProgram(Program):
 
     def _copied_model(self) -> Any:
         # A deep copy, because choices of layers, such as the features in use, must not be shared.
-        if isinstance(self._model, ICloneable):
+        if hasattr(self._model, "deep_copy"):
             return self._model.deep_copy()
         return super()._copied_model()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +20,12 @@ from mpishard.base import (
     require_type,
     to_host,
 )
+from mpishard.base.mirrored import LayeredModelMembers
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.contracts import (
     DynamicShapeInfo,
-    IFullModel,
     ILayeredModel,
     ILossFunction,
-    IPipelineDecomposableModel,
     LayerInfo,
     ModelMetadata,
 )
@@ -41,7 +41,7 @@ from mpishard.sharding import ParameterEntry, ParameterTable
 _ACTIVE = "active_features"
 
 
-class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
+class Model(PlainModelFiles, LayeredModelMembers, ILayeredModel):
     """Chain of layers with a loss.
 
     The constructor allocates no arrays. Parameters are made on first use, each from a generator
@@ -299,7 +299,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     def clone(self) -> Self:
         """Return a copy that shares the parameters' array, and has layers of its own."""
-        model = super().clone()
+        model = copy.copy(self)
         # Layers have settings, such as the active features, which may differ between the copies.
         model.chain = self.chain.copy()
         model._features = dict(_feature_layers(model.chain))
@@ -410,19 +410,6 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         y = map_arrays(self._put, y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
-
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
-        run = self._run(x, target)
-        return run.input_gradient(), run
-
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
-        is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
-        if not (is_ours and cached.is_pending):
-            raise ValueError(
-                "cached must be the result of this model's "
-                "compute_activation_gradients(x, target), and serves once"
-            )
-        return cached.weight_gradients()
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
