@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpishard.mirror.optimizer_options import OptimizationAlgorithmOptions
     from mpishard.optimizers import PlainTraining
 
-    class _Documented(ICheckpointableModel, IGradientBasedOptimizer):
+    class _DocumentedOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """What type checkers see: the interfaces, and the native members that these use."""
 
         algorithm_options: Any
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
         def _own(self) -> PlainTraining: ...
 
 else:
-    _Documented = object
+    _DocumentedOptimizer = object
 
 __all__ = ["OptimizerMembers"]
 
 
 @ICheckpointableModel.register
 @IGradientBasedOptimizer.register
-class OptimizerMembers(_Documented):
+class OptimizerMembers(_DocumentedOptimizer):
     """What the documented hierarchy has of an optimizer that is not sharded."""
 
     @classmethod

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpishard.models import Engine, HeldParameters, ModelFiles, ShardedModelBase
     from mpishard.sharding import ShardingConfiguration
 
-    class _Documented(IShardedModel):
+    class _DocumentedModel(IShardedModel):
         """What type checkers see: the interface, and the native members that these use."""
 
         strategy: ClassVar[str]
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         def unsharded(self, root: int | None = None) -> AbstractContextManager[Any]: ...
 
 else:
-    _Documented = object
+    _DocumentedModel = object
 
 __all__ = ["ShardedModelMembers"]
 
@@ -79,7 +79,7 @@ def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
 
 
 @IShardedModel.register
-class ShardedModelMembers(_Documented):
+class ShardedModelMembers(_DocumentedModel):
     """What the documented hierarchy has of a sharded model."""
 
     # -------------------------------------------------------------------------------- description

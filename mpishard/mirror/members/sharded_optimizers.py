@@ -11,7 +11,7 @@ from mpishard.mirror.interfaces import ICheckpointableModel, IShardedModel, ISha
 if TYPE_CHECKING:
     from mpishard.optimizers import Optimizer
 
-    class _Documented(ICheckpointableModel, IShardedOptimizer):
+    class _DocumentedShardedOptimizer(ICheckpointableModel, IShardedOptimizer):
         """What type checkers see: the interfaces, and the native members that these use."""
 
         _rule: Optimizer
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
         def _settings(self) -> dict[str, Any]: ...
 
 else:
-    _Documented = object
+    _DocumentedShardedOptimizer = object
 
 __all__ = ["ShardedOptimizerMembers"]
 
 
 @ICheckpointableModel.register
 @IShardedOptimizer.register
-class ShardedOptimizerMembers(_Documented):
+class ShardedOptimizerMembers(_DocumentedShardedOptimizer):
     """What the documented hierarchy has of a sharded optimizer."""
 
     def get_options(self) -> Mapping[str, Any]:

@@ -608,7 +608,7 @@ class ShardedOptimizerBase(ShardedOptimizerMembers):
                 "optimize reports one loss and one solution",
                 "call step() in a loop, and synchronize_gradients() on the model",
             )
-        # Options of the mirrored hierarchy bring an end of training with them.
+        # Options that the rule was made from bring an end of training with them.
         if self._rule.algorithm_options is not None:
             data = self._rule.algorithm_options.applied(data)
         if not is_wrapped:
