@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -98,6 +99,18 @@ def native_names(kind: type) -> set[str]:
 def test_a_reader_of_a_native_class_sees_what_it_does() -> None:
     assert len(native_names(ms.FSDPModel)) <= 40
     assert len(native_names(ms.optimizers.AdamW)) <= 24
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ms.FSDPModel, ms.HybridShardedModel, ms.FSDPOptimizer, ms.optimizers.AdamW, ms.nn.MLP,
+     ms.FunctionModel, ms.ShardingConfiguration],
+)  # fmt: skip
+def test_every_member_that_users_see_is_documented(kind: type) -> None:
+    members = {name: inspect.getattr_static(kind, name) for name in dir(kind) if name[0] != "_"}
+    functions = property | classmethod | staticmethod | FunctionType
+    shown = [name for name, member in members.items() if isinstance(member, functions)]
+    assert [name for name in shown if not inspect.getdoc(getattr(kind, name))] == []
 
 
 def test_classes_are_what_the_interfaces_say() -> None:

@@ -111,19 +111,24 @@ class ShardedModelMembers(_DocumentedModel):
 
     @property
     def default_loss_function(self) -> ILossFunction | None:
+        """The wrapped model's loss, which is used if none is given; None if it has none."""
         return getattr(self._wrapped_model, "default_loss_function", None)
 
     def sanitize_parameters(self, parameters: Array) -> Array:
+        """Return ``parameters`` in the form that the wrapped model needs."""
         sanitize = getattr(self._wrapped_model, "sanitize_parameters", None)
         return parameters if sanitize is None else sanitize(parameters)
 
     def get_input_shape(self) -> list[int]:
+        """Return the shape of one sample; [] if the wrapped model does not know it."""
         return self._ask("get_input_shape", list[int]())
 
     def get_output_shape(self) -> list[int]:
+        """Return the shape of one sample's prediction; [] if it is not known."""
         return self._ask("get_output_shape", list[int]())
 
     def get_dynamic_shape_info(self) -> DynamicShapeInfo:
+        """Return the dims of these shapes that may differ from batch to batch."""
         return self._ask("get_dynamic_shape_info", DynamicShapeInfo())
 
     def _ask(self, name: str, otherwise: Answer) -> Answer:
@@ -132,6 +137,7 @@ class ShardedModelMembers(_DocumentedModel):
         return answer
 
     def get_active_feature_indices(self) -> Iterable[int]:
+        """Return the features in use; `MissingInterfaceError` if they are not known."""
         indices: Iterable[int]
         indices = _feature_member(self._wrapped_model, "get_active_feature_indices")()
         return indices
@@ -150,6 +156,7 @@ class ShardedModelMembers(_DocumentedModel):
         _use_features(self._wrapped_model, indices, self.engine.world)
 
     def is_feature_used(self, index: int) -> bool:
+        """Return whether the feature is in use; `MissingInterfaceError` if that is not known."""
         return bool(_feature_member(self._wrapped_model, "is_feature_used")(index))
 
     def get_feature_importance(self) -> dict[str, float]:
@@ -161,6 +168,7 @@ class ShardedModelMembers(_DocumentedModel):
 
     @property
     def supports_jit_compilation(self) -> bool:
+        """Whether `export_computation_graph` is implemented by the wrapped model."""
         return bool(getattr(self._wrapped_model, "supports_jit_compilation", False))
 
     def export_computation_graph(self, input_nodes: list[Any]) -> Any:

@@ -30,6 +30,7 @@ class ShardedOptimizerMembers(_DocumentedShardedOptimizer):
     """What the documented hierarchy has of a sharded optimizer."""
 
     def get_options(self) -> Mapping[str, Any]:
+        """Return the settings of the rule and of this optimizer, by name."""
         return {**self._rule.get_options(), **self._settings()}
 
     def update_parameters(self, parameters: Any, gradients: Any) -> Any:
