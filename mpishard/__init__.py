@@ -13,13 +13,24 @@ from typing import TYPE_CHECKING
 from mpishard.base import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
 from mpishard.base import settings
 
+importlib.import_module("mpishard.mirror")  # before the native classes, which it adds members to
+
 if TYPE_CHECKING:
-    from mpishard import callbacks, checkpoint, contracts, data, nn, optimizers, pipeline, tensor
+    from mpishard import (
+        callbacks,
+        checkpoint,
+        contracts,
+        data,
+        mirror,
+        nn,
+        optimizers,
+        pipeline,
+        tensor,
+    )
     from mpishard.adapters import FunctionModel
     from mpishard.base import ShardLayout
     from mpishard.communication import (
         CommunicationBackend,
-        CommunicationManager,
         InMemoryCommunicationBackend,
         MPICommunicationBackend,
         NCCLCommunicationBackend,
@@ -30,14 +41,19 @@ if TYPE_CHECKING:
     )
     from mpishard.distributed import (
         DistributedStrategy,
-        TrainingBuilder,
         as_distributed,
-        as_distributed_for_high_bandwidth,
-        as_distributed_for_low_bandwidth,
         launch,
         register_strategy,
     )
     from mpishard.exports import export_onnx, load_gpt2, save_gpt2
+    from mpishard.mirror import (
+        CommunicationManager,
+        ParameterAnalyzer,
+        ParameterGroup,
+        TrainingBuilder,
+        as_distributed_for_high_bandwidth,
+        as_distributed_for_low_bandwidth,
+    )
     from mpishard.models import (
         DDPModel,
         FSDPModel,
@@ -64,7 +80,7 @@ if TYPE_CHECKING:
         ZeRO2Optimizer,
         ZeRO3Optimizer,
     )
-    from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
+    from mpishard.sharding import ShardingConfiguration
     from mpishard.training import OptimizationInputData, OptimizationResult, minimize
 
 __version__ = "0.1.0"
@@ -120,6 +136,7 @@ __all__ = [
     "launch",
     "load_gpt2",
     "minimize",
+    "mirror",
     "nn",
     "optimizers",
     "pipeline",
@@ -130,7 +147,7 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "base", "communication", "sharding", "models", "optimizers", "training", "adapters",
+    "base", "mirror", "communication", "sharding", "models", "optimizers", "training", "adapters",
     "distributed", "exports",
 )  # fmt: skip
 """Rooms that define public names. They are loaded on first use (SPEC 1 of Scientific Python).

@@ -6,10 +6,11 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, Self, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from mpishard import models, optimizers
 from mpishard.base import PeerError, adapter_hint, as_count, nearest, settings
+from mpishard.base.mirrored import StrategySpellings
 from mpishard.communication import (
     CommunicationBackend,
     OnFailure,
@@ -20,18 +21,13 @@ from mpishard.communication import (
     refuse_worlds_of_one,
     run_in_threads,
 )
-from mpishard.contracts import IOptimizer, UserModel
-from mpishard.models import checked_mesh_options
 from mpishard.pipeline import about_schedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
     "STRATEGY_OPTIONS",
     "DistributedStrategy",
-    "TrainingBuilder",
     "as_distributed",
-    "as_distributed_for_high_bandwidth",
-    "as_distributed_for_low_bandwidth",
     "launch",
     "register_strategy",
 ]
@@ -39,7 +35,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class DistributedStrategy(StrEnum):
+class DistributedStrategy(StrategySpellings, StrEnum):
     """A way to spread a model and its training over ranks; NONE leaves both as they are."""
 
     NONE = "none"
@@ -51,13 +47,6 @@ class DistributedStrategy(StrEnum):
     TENSOR_PARALLEL = "tensor"
     PIPELINE_PARALLEL = "pipeline"
     HYBRID = "hybrid"
-    # Names in the spelling of the mirrored hierarchy.
-    ZeRO1 = "zero1"
-    ZeRO2 = "zero2"
-    ZeRO3 = "zero3"
-    TensorParallel = "tensor"
-    PipelineParallel = "pipeline"
-    Hybrid = "hybrid"
 
 
 _CLASSES: dict[str, tuple[type[models.ShardedModelBase], type[optimizers.ShardedOptimizerBase]]] = {
@@ -188,8 +177,8 @@ or DistributedStrategy
             "as_distributed wraps models and optimizers, got a "
             f"{type(model_or_optimizer).__name__}{hint}"
         )
-    kind = _strategy(strategy)
-    options = _options(kind, degrees)
+    kind = strategy_named(strategy)
+    options = checked_options(kind, degrees)
     if kind == DistributedStrategy.NONE:
         return model_or_optimizer
     model_class, optimizer_class = _CLASSES[kind]
@@ -200,7 +189,9 @@ or DistributedStrategy
         # A copy, because other models may use the given configuration, with its precision.
         config = copy.copy(config)
         config.precision = precision
-    if isinstance(model_or_optimizer, IOptimizer):
+    if hasattr(model_or_optimizer, "optimize") and not hasattr(
+        model_or_optimizer, "get_parameters"
+    ):
         # The class itself refuses an optimizer that it cannot run.
         return optimizer_class(model_or_optimizer, config, **options)
     return model_class(model_or_optimizer, config, **options)
@@ -262,106 +253,8 @@ def register_strategy(
     STRATEGY_OPTIONS[name] = tuple(options)
 
 
-class TrainingBuilder:
-    """A model and an optimizer, configured call by call and wrapped as a pair.
-
-    It wraps both as `as_distributed` does, with calls that can be chained.
-
-    Parameters
-    ----------
-    model, optimizer : object
-        Plain objects, as `as_distributed` takes them.
-
-    Examples
-    --------
-    >>> import mpishard as ms
-    >>> def main(backend):
-    ...     plain, rule = ms.nn.MLP([4, 8, 8, 2]), ms.optimizers.AdamW(1e-3)
-    ...     builder = ms.TrainingBuilder(plain, rule).configure_distributed_training(backend)
-    ...     builder.configure_pipeline_parallelism("1f1b", micro_batch_count=4)
-    ...     return str(builder.build())
-    >>> print(ms.run_in_threads(2, main)[0])
-    (PipelineParallelModel(MLP, 2 pipeline x 1 tensor x 1 data, 1F1B, 4 micro-batches), \
-PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
-    """
-
-    def __init__(self, model: UserModel, optimizer: Any) -> None:
-        self._pair = model, optimizer
-        self._place: CommunicationBackend | ShardingConfiguration | None = None
-        self._strategy: str = DistributedStrategy.DDP
-        self._options: dict[str, Any] = {}
-
-    def configure_distributed_training(
-        self,
-        backend: CommunicationBackend | None = None,
-        strategy: str | DistributedStrategy = DistributedStrategy.DDP,
-        configuration: ShardingConfiguration | None = None,
-        **degrees: object,
-    ) -> Self:
-        """Choose the ranks and the strategy.
-
-        Parameters
-        ----------
-        backend : CommunicationBackend, optional
-            The backend. Default: that of the configuration, or of `mpishard.init`.
-        strategy, degrees
-            As for `as_distributed`.
-        configuration : ShardingConfiguration, optional
-            Further settings.
-
-        Raises
-        ------
-        ValueError
-            For an unknown strategy, or a configuration with another backend than ``backend``.
-        TypeError
-            For an option that the strategy does not take.
-        """
-        if None not in (backend, configuration) and configuration is not None:
-            own = configuration.communication_backend
-            if own is not backend:
-                raise ValueError(
-                    f"the configuration's backend is {own!r}, and backend is {backend!r}; give one"
-                )
-        self._strategy = _strategy(strategy)
-        self._options |= _options(self._strategy, degrees)
-        self._place = configuration or backend
-        return self
-
-    def configure_pipeline_parallelism(
-        self,
-        schedule: object = None,
-        partition_strategy: object = None,
-        checkpoint_config: object = None,
-        micro_batch_count: int = 1,
-    ) -> Self:
-        """Divide the layers into stages, with strategy "pipeline" unless "hybrid" was chosen.
-
-        Parameters and errors are those of `PipelineParallelModel`.
-        """
-        self._options |= checked_mesh_options(
-            {
-                "schedule": schedule,
-                "partition_strategy": partition_strategy,
-                "checkpoint_config": checkpoint_config,
-                "micro_batch_count": micro_batch_count,
-            }
-        )
-        if self._strategy != DistributedStrategy.HYBRID:
-            self._strategy = DistributedStrategy.PIPELINE_PARALLEL
-        return self
-
-    def build(self) -> tuple[Any, Any]:
-        """Wrap both. Collective. Errors are those of `as_distributed`."""
-        place = self._place or init()
-        model, optimizer = self._pair
-        return (
-            as_distributed(model, place, self._strategy, **self._options),
-            as_distributed(optimizer, place, self._strategy, **self._options),
-        )
-
-
-def _strategy(given: str | DistributedStrategy) -> str:
-    # Accepts usual spellings: ZeRO-1, tensor_parallel, FSDP.
+def strategy_named(given: str | DistributedStrategy) -> str:
+    """Return the name of a strategy, also in usual spellings: ZeRO-1, tensor_parallel, FSDP."""
     name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
     known = [*map(str, _CLASSES), DistributedStrategy.NONE.value]
     if name not in known:
@@ -370,7 +263,7 @@ def _strategy(given: str | DistributedStrategy) -> str:
     return name
 
 
-def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
+def checked_options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options ``given``; refuse those that the strategy does not take."""
     options = dict(given)
     if "num_micro_batches" in options:
@@ -395,22 +288,6 @@ def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
             )
         )
     return options
-
-
-def as_distributed_for_high_bandwidth(model: object, backend: CommunicationBackend) -> Any:
-    """Wrap in FSDP with the settings of `ShardingConfiguration.create_for_high_bandwidth`.
-
-    Parameters and errors are those of `as_distributed`.
-    """
-    return as_distributed(model, ShardingConfiguration.create_for_high_bandwidth(backend))
-
-
-def as_distributed_for_low_bandwidth(model: object, backend: CommunicationBackend) -> Any:
-    """Wrap in FSDP with the settings of `ShardingConfiguration.create_for_low_bandwidth`.
-
-    Parameters and errors are those of `as_distributed`.
-    """
-    return as_distributed(model, ShardingConfiguration.create_for_low_bandwidth(backend))
 
 
 def launch(

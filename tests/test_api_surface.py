@@ -18,7 +18,8 @@ import re
 import pytest
 
 import mpishard as ms
-from mpishard import contracts, optimizers, training
+from mpishard import mirror as contracts
+from mpishard import optimizers, training
 from mpishard.nn import ComputationNode, Loss
 
 COLLECTIVES = """
@@ -182,7 +183,7 @@ CLASSES = [
       for rule, epsilon in ((optimizers.Adam, 1e-8), (optimizers.AdamW, 1e-8),
                             (optimizers.LAMB, 1e-6))],
     (optimizers.Lion, f"Lion({RATE.format(0.0001)}, beta1=0.9, beta2=0.99, *, {COMMON})", ""),
-    (optimizers.OptimizationAlgorithmOptions,
+    (contracts.OptimizationAlgorithmOptions,
      ("OptimizationAlgorithmOptions(*, max_iterations=100, use_early_stopping=True, "
      "early_stopping_patience=10, tolerance=1e-06, initial_learning_rate=0.01, "
      "learning_rate_decay=0.99, min_learning_rate=1e-06, max_learning_rate=1.0, "
@@ -411,8 +412,8 @@ def test_numbers_and_names_of_the_mirrored_hierarchy():
     assert contracts.ShardedModel is contracts.IShardedModel
     assert issubclass(ms.ZeRO3Model, ms.FSDPModel)
     assert issubclass(ms.ZeRO3Optimizer, ms.FSDPOptimizer)
-    assert issubclass(optimizers.AdamOptimizerOptions, optimizers.OptimizationAlgorithmOptions)
-    assert optimizers.AdamOptimizerOptions().initial_learning_rate == 1e-3
+    assert issubclass(contracts.AdamOptimizerOptions, contracts.OptimizationAlgorithmOptions)
+    assert contracts.AdamOptimizerOptions().initial_learning_rate == 1e-3
     names = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP",
              "tensor": "TensorParallel", "pipeline": "PipelineParallel",
              "hybrid": "3D-Parallelism (Hybrid)"}  # fmt: skip

@@ -20,14 +20,15 @@ from mpishard.base import (
     copy_into,
     require_plain,
 )
+from mpishard.base.mirrored import PlainModelMembers
 from mpishard.checkpoint import PlainModelFiles
-from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
+from mpishard.contracts import ILossFunction, ModelMetadata
 from mpishard.data import tree_of
 from mpishard.models import IPlaceableModel, ParameterStore
 from mpishard.sharding import ParameterEntry
 
 
-class FlatVectorModel(PlainModelFiles, IFullModel):
+class FlatVectorModel(PlainModelFiles, PlainModelMembers):
     """Plain model of the flat vector that `_flat_vector` returns."""
 
     _entries: tuple[ParameterEntry, ...]
@@ -95,6 +96,10 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     @property
     def dtype(self) -> DType:
         return self._dtype
+
+    @property
+    def default_loss_function(self) -> ILossFunction | None:
+        return None
 
     def get_model_metadata(self) -> ModelMetadata:
         return ModelMetadata(

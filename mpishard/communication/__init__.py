@@ -1,11 +1,10 @@
 """Communication between ranks: one contract, and backends of threads, MPI processes and GPUs.
 
 Begin with `contract`, the collectives that every backend has, and `process`, whose `init` gives a
-process its backend. `agreement` lets all ranks succeed or all raise. `mesh` arranges ranks in axes;
-`manager` is a backend for code that is not passed one. The chapters are, each importing only from
-those before it: `tracing`, `contract`, `failure`, `threads`, `mpi`, `nccl`, and then these four
-files. Other rooms import the names below, and docs/architecture.md follows one call, and one
-failure, through the files.
+process its backend. `agreement` lets all ranks succeed or all raise. `mesh` arranges ranks in axes.
+The chapters are, each importing only from those before it: `tracing`, `contract`, `failure`,
+`threads`, `mpi`, `nccl`, and then these three files. Other rooms import the names below, and
+docs/architecture.md follows one call, and one failure, through the files.
 """
 
 # The face for other rooms. The names of `__all__` below are for users, too; the others may change
@@ -45,7 +44,6 @@ from mpishard.communication.failure.abort import UNPRINTED
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.failure.stall import verdict
 from mpishard.communication.failure.watchdog import is_free, preemption_notice
-from mpishard.communication.manager import CommunicationManager
 from mpishard.communication.mesh import AXES, ProcessMesh, mesh_order, mesh_sizes
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi
@@ -74,7 +72,7 @@ from mpishard.communication.tracing.recorder import (
 )
 
 __all__ = [
-    "Arena", "Call", "CommunicationBackend", "CommunicationManager", "InMemoryCommunicationBackend",
+    "Arena", "Call", "CommunicationBackend", "InMemoryCommunicationBackend",
     "MPICommunicationBackend", "NCCLCommunicationBackend", "ProcessMesh", "ReductionOperation",
     "Waitable", "Work", "init", "refuse_other_message", "run_in_threads",
 ]  # fmt: skip

@@ -9,10 +9,10 @@ from enum import StrEnum
 from typing import Any
 
 from mpishard.base import Array, DType, MissingMemberError
-from mpishard.contracts.models import Saved
+from mpishard.base.mirrored import LayerSpellings
 
 
-class LayerCategory(StrEnum):
+class LayerCategory(LayerSpellings, StrEnum):
     """The purpose of a layer."""
 
     DENSE = "dense"
@@ -26,19 +26,6 @@ class LayerCategory(StrEnum):
     RESHAPE = "reshape"
     COMPOSITE = "composite"
     OTHER = "other"
-
-    # Names in the spelling of the mirrored hierarchy.
-    Dense = DENSE
-    Convolution = CONVOLUTION
-    Pooling = POOLING
-    Normalization = NORMALIZATION
-    Activation = ACTIVATION
-    Attention = ATTENTION
-    Embedding = EMBEDDING
-    Regularization = REGULARIZATION
-    Reshape = RESHAPE
-    Composite = COMPOSITE
-    Other = OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,35 +165,3 @@ class ILayeredModel(ABC):
     @abstractmethod
     def reclaim_parameters(self, parameters: Array) -> None:
         """Take back ``parameters`` from the holder: the opposite of `release_parameters`."""
-
-
-class IPipelineDecomposableModel(ABC):
-    """A model with backward in two halves, so that a pipeline can delay the second one.
-
-    Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), section 2: the previous
-    stage waits for B, the gradient of the input, but not for W, the gradient of the parameters.
-    """
-
-    @abstractmethod
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Saved]:
-        """Compute B: the mean loss's gradient with respect to ``x``, and the values that W needs.
-
-        Returns
-        -------
-        dx : Array
-            In the shape of ``x``; None if the input has no gradient (token numbers).
-        cached : object
-            The values for one call of `compute_weight_gradients`.
-        """
-
-    @abstractmethod
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Saved) -> Array:
-        """Compute W: the mean loss's gradient, shape (parameter_count,), from the values of B.
-
-        ``x`` and ``target`` are those of B.
-
-        Raises
-        ------
-        ValueError
-            If ``cached`` is that of another model, or was used before.
-        """

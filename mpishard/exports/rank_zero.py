@@ -55,7 +55,8 @@ def write_model(path: PathLike, model: UserModel, content: Content) -> None:
 
 
 def _chunks(model: UserModel) -> Iterator[Array]:
-    yield from model.get_parameter_chunks()
+    is_sharded = isinstance(model, ShardedModelBase)
+    yield from model.engine.gather_chunks() if is_sharded else model.get_parameter_chunks()
 
 
 def _parameters(model: Model, chunks: Iterator[Array]) -> Iterator[Array]:

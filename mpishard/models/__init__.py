@@ -7,7 +7,7 @@ and gradients, `programs` compute, the `engine` steps, the `wrapper` is the surf
 """
 
 from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.evaluation import measured
+from mpishard.models.engine.evaluation import local_gradient, measured, synchronize_gradient
 from mpishard.models.engine.leaves import check_leaves
 from mpishard.models.engine.passes import Passes, Reduced, local_gradients
 from mpishard.models.engine.update import (
@@ -15,6 +15,7 @@ from mpishard.models.engine.update import (
     StepReport,
     Update,
     UpdatePieces,
+    descent,
     divided_pieces,
     pieces_to_write,
 )
@@ -51,7 +52,8 @@ from mpishard.models.strategies.mesh_parallel import (
     TensorParallelModel,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.local_shard import compare_replicas
+from mpishard.models.wrapper.files import ModelFiles
+from mpishard.models.wrapper.local_shard import LocalShard, compare_replicas
 from mpishard.models.wrapper.paged import PagedModel
 from mpishard.models.wrapper.wrapped import agreed_vector
 from mpishard.models.wrapper.wrapping import (

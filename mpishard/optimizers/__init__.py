@@ -15,8 +15,6 @@ from mpishard.optimizers.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lio
 from mpishard.optimizers.rules.lamb import LAMB
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.options import (
-    AdamOptimizerOptions,
-    OptimizationAlgorithmOptions,
     ParameterOptions,
     no_decay_on_biases_and_norms,
 )
@@ -27,7 +25,7 @@ from mpishard.optimizers.rules.pieces import (
     count_missed,
     missed_by,
 )
-from mpishard.optimizers.rules.plain import refuse_sharded
+from mpishard.optimizers.rules.plain import PlainTraining, refuse_sharded
 from mpishard.optimizers.rules.rule import JointRule, Optimizer
 from mpishard.optimizers.rules.schedules import (
     Constant,
@@ -57,7 +55,6 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
-    "AdamOptimizerOptions",
     "AdamW",
     "AsyncSGDOptimizer",
     "Constant",
@@ -71,7 +68,6 @@ __all__ = [
     "Lion",
     "LocalSGDOptimizer",
     "OneCycle",
-    "OptimizationAlgorithmOptions",
     "Optimizer",
     "PieceViews",
     "PipelineParallelOptimizer",

@@ -13,10 +13,11 @@ from enum import StrEnum
 from typing import Literal
 
 from mpishard.base import as_flag, as_integer
+from mpishard.base.mirrored import RecomputeSpellings
 from mpishard.contracts import LayerInfo
 
 
-class RecomputeStrategy(StrEnum):
+class RecomputeStrategy(RecomputeSpellings, StrEnum):
     """The parts that backward computes again.
 
     FULL cuts the chain of layers into segments that each keep their input alone: Chen et al.,
@@ -34,10 +35,6 @@ class RecomputeStrategy(StrEnum):
     SELECTIVE = "selective"
     FULL = "full"
     NONE = "none"
-
-    # As the mirrored hierarchy spells them.
-    Selective = SELECTIVE
-    Full = FULL
 
 
 @dataclass(frozen=True, slots=True)

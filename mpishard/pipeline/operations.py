@@ -11,20 +11,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from mpishard.base.mirrored import OperationSpellings
 
-class PipelineOperationType(StrEnum):
+
+class PipelineOperationType(OperationSpellings, StrEnum):
     """The computation of one micro-batch in one stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
-
-    # As the mirrored hierarchy spells them.
-    Forward = FORWARD
-    Backward = BACKWARD
-    BackwardInput = BACKWARD_INPUT
-    BackwardWeight = BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,11 @@ Begin with ``table.py``: the place of each parameter in the flat vector, the run
 gathered as one (units), and each rank's pieces of them.
 
 ``regions.py`` computes with boxes of tensors. ``placement.py`` relates the flat vector of a rank
-of a mesh to the model's. ``configuration.py`` holds the user's choices, ``analyzer.py`` makes
-reports, and ``numerics.py`` records what decides the bits of a result. This room imports layout,
+of a mesh to the model's. ``configuration.py`` holds the user's choices, and
+``numerics.py`` records what decides the bits of a result. This room imports layout,
 contracts and communication.
 """
 
-from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.configuration import ShardingConfiguration, by_node, shared_choices
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
 from mpishard.sharding.placement import LocalParameter, Placement, range_to_write
@@ -55,9 +54,7 @@ from mpishard.sharding.table import (
 __all__ = [
     "Box",
     "LocalParameter",
-    "ParameterAnalyzer",
     "ParameterEntry",
-    "ParameterGroup",
     "ParameterTable",
     "Piece",
     "Placement",

@@ -6,9 +6,10 @@ import copy
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from mpishard.base import as_count, as_flag, as_integer, as_positive, require_attribute
+from mpishard.base.mirrored import ConfigurationPresets
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding.refusals import refuse_with_leaves
 
@@ -112,7 +113,7 @@ def _choice(check: Callable[[str, Any], object], doc: str) -> Any:
     return _Choice(check, doc)
 
 
-class ShardingConfiguration:
+class ShardingConfiguration(ConfigurationPresets):
     """Choices that a sharded model and its sharded optimizer share.
 
     All but the backend and ``replica_size`` can be set afterwards, too. The place of memory and the
@@ -250,54 +251,6 @@ class ShardingConfiguration:
             if each.default is not each.empty and getattr(self, each.name) != each.default
         ]
         return f"{type(self).__name__}({self._communication_backend!r}{''.join(chosen)})"
-
-    # ------------------------------------------------------------------------------------ presets
-
-    @classmethod
-    def create_default(
-        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
-    ) -> Self:
-        """Return the defaults. Arguments and errors are those of the class, as for each preset."""
-        return cls(communication_backend, learning_rate)
-
-    @classmethod
-    def create_for_high_bandwidth(
-        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
-    ) -> Self:
-        """Return choices for fast links: units from 512 elements, gradients not compressed."""
-        return cls(communication_backend, learning_rate, minimum_parameter_group_size=512)
-
-    @classmethod
-    def create_for_low_bandwidth(
-        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
-    ) -> Self:
-        """Return choices for slow links: units from 4096 elements, gradients as bfloat16."""
-        return cls(
-            communication_backend,
-            learning_rate,
-            minimum_parameter_group_size=4096,
-            enable_gradient_compression=True,
-        )
-
-    @classmethod
-    def create_for_zero_offload(
-        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
-    ) -> Self:
-        """Return choices for little GPU memory: optimizer state and update on the host."""
-        return cls(communication_backend, learning_rate, cpu_offload_optimizer=True)
-
-    @classmethod
-    def create_for_zero_offload_full(
-        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
-    ) -> Self:
-        """Return choices for the least GPU memory: all owned vectors on the host."""
-        return cls(
-            communication_backend,
-            learning_rate,
-            cpu_offload_optimizer=True,
-            cpu_offload_gradients=True,
-            cpu_offload_parameters=True,
-        )
 
     # ----------------------------------------------------------------------------------- choices
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from mpishard import checkpoint
+from mpishard.base import MissingInterfaceError
 from mpishard.callbacks import EarlyStopping, JSONLines, ProgressLine, Record, Run, names_of
 from mpishard.communication import same_outcome
-from mpishard.contracts import IFeatureAware
 from mpishard.data import Batches, RankBatch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import LinearModel
@@ -372,11 +372,13 @@ class TrainingRun:
                 training_loss, result.validation_result.stats["loss"], history
             )
         plain = self.model.wrapped_model
-        if not isinstance(plain, IFeatureAware) or (
-            type(plain).get_active_feature_indices is IFeatureAware.get_active_feature_indices
-        ):
+        ask = getattr(plain, "get_active_feature_indices", None)
+        try:
+            indices = None if ask is None else sorted(int(index) for index in ask())
+        except MissingInterfaceError:
+            indices = None
+        if indices is None:
             return  # the model does not know which features it uses
-        indices = sorted(int(index) for index in plain.get_active_feature_indices())
         result.selected_feature_indices = indices
         if isinstance(plain, LinearModel):
             result.selected_features = [plain.feature_names[index] for index in indices]

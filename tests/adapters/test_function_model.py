@@ -70,7 +70,7 @@ def test_files_go_round_and_fit_sharded_models(tmp_path):
 
 def test_a_function_model_has_the_interfaces():
     one = model(predict=lambda theta, x: x @ theta)
-    assert isinstance(one, ms.contracts.IFullModel)
+    assert isinstance(one, ms.mirror.IFullModel)
     metadata = one.get_model_metadata()
     assert (metadata.name, metadata.model_type) == ("FunctionModel", "FunctionModel")
     assert metadata.description == "fun(theta, x, y) of 3 parameters"

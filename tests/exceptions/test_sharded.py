@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.contracts import IOptimizer
 from mpishard.errors import (
     MissingInterfaceError,
     MissingLossError,
@@ -16,6 +15,7 @@ from mpishard.errors import (
     ShardingError,
     StructureOnlyError,
 )
+from mpishard.mirror import IOptimizer
 from mpishard.nn import MLP
 from mpishard.optimizers import SGD
 from mpishard.testing.worlds import in_worlds

@@ -33,7 +33,7 @@ STEPS = 2
 RATE = 0.1
 EXACT = 1e-12
 ROUNDED = 0.05  # of the way that the parameters went
-OF_ONE_ARGUMENT = {"distributed._options", "strategies.data_model_class"}
+OF_ONE_ARGUMENT = {"distributed.checked_options", "strategies.data_model_class"}
 """Functions besides those of `mpishard.sharding.refusals` that refuse: they list known values."""
 
 STRATEGIES: dict[str, Mapping[str, int]] = {

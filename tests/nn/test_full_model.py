@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.contracts import (
+from mpishard.errors import CheckpointError, MissingLossError, StructureOnlyError
+from mpishard.mirror import (
     DynamicShapeInfo,
     IFullModel,
     ILayeredModel,
     IPipelineDecomposableModel,
     LayerCategory,
 )
-from mpishard.errors import CheckpointError, MissingLossError, StructureOnlyError
 
 SIZES = {"vocabulary_size": 11, "context_length": 6, "width": 12, "heads": 3, "layers": 2}
 

@@ -282,7 +282,7 @@ def test_patience_may_begin_at_a_resume(backend, shared_path):
 
 @in_worlds(2)
 def test_options_of_the_mirrored_hierarchy_bring_an_end_of_training(backend):
-    options = ms.optimizers.OptimizationAlgorithmOptions(
+    options = ms.mirror.OptimizationAlgorithmOptions(
         initial_learning_rate=0.05,
         learning_rate_decay=1.0,
         enable_gradient_clipping=False,

@@ -9,7 +9,8 @@ import pytest
 
 import mpishard as ms
 from mpishard.errors import NonFiniteLossError, NoSampleError, ShardingError
-from mpishard.optimizers import Cosine, OptimizationAlgorithmOptions
+from mpishard.mirror import OptimizationAlgorithmOptions
+from mpishard.optimizers import Cosine
 from mpishard.testing.worlds import in_worlds
 
 X = np.random.default_rng(0).standard_normal((12, 3))

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 import mpishard as ms
+from mpishard.mirror import AdamOptimizerOptions, OptimizationAlgorithmOptions
 from mpishard.optimizers import (
     LAMB,
     SGD,
     Adagrad,
     Adam,
-    AdamOptimizerOptions,
     AdamW,
     Cosine,
     Exponential,
     Lion,
     OneCycle,
-    OptimizationAlgorithmOptions,
     RMSprop,
     StepDecay,
     WarmUp,

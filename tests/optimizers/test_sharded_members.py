@@ -10,8 +10,8 @@ import pytest
 
 import mpishard as ms
 from mpishard.checkpoint import CheckpointReader
-from mpishard.contracts import IOptimizer
 from mpishard.errors import CheckpointError, NonFiniteLossError, PeerError, ShardingError
+from mpishard.mirror import IOptimizer
 from mpishard.optimizers import (
     DDPOptimizer,
     FSDPOptimizer,

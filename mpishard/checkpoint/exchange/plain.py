@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
 from mpishard.checkpoint.saving.save import save
-from mpishard.contracts import ICheckpointableModel, PathLike
+from mpishard.contracts import PathLike
 from mpishard.sharding import ParameterEntry, Placement
 
 CHOICES_HEADER = "mpishard.choices"
 """Key of a model's choices, as JSON, in a file's metadata."""
 
 
-class PlainModelFiles(ICheckpointableModel):
+class PlainModelFiles(ABC):
     """Serialisation of a flat vector, which a subclass returns from `_flat_vector`.
 
     `choices` returns other values that belong to the model; for most models there are none.

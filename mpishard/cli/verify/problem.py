@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import as_count, nearest
-from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel, UserModel
+from mpishard.contracts import ILayeredModel, ILossFunction, UserModel
 from mpishard.data import check_dataset
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
-from mpishard.models import checked_mesh_options
+from mpishard.models import ShardedModelBase, checked_mesh_options
 from mpishard.optimizers import (
     LAMB,
     LBFGS,
@@ -196,7 +196,7 @@ def _faults(given: Any, dtype: str | None) -> Iterator[str]:
 
 def _faults_of_model(model: UserModel, dtype: str | None) -> Iterator[str]:
     name = type(model).__name__
-    if isinstance(model, IShardedModel):
+    if isinstance(model, ShardedModelBase):
         text = "return the plain model: verify wraps it"
         yield f"the model of factory(seed) is sharded already, as {name}\n{text}"
     missing = [m for m in ("get_parameters", "set_parameters") if not hasattr(model, m)]

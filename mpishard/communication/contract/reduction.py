@@ -19,9 +19,10 @@ from typing import Literal
 import numpy as np
 
 from mpishard.base import Array, DType, Kernel, array_namespace, chunk_length, is_device_array
+from mpishard.base.mirrored import ReductionSpellings
 
 
-class ReductionOperation(IntEnum):
+class ReductionOperation(ReductionSpellings, IntEnum):
     """Operation that combines the contributions of the ranks.
 
     ``MIN`` and ``MAX`` propagate NaN. ``AVERAGE`` is the sum, divided once by the number of
@@ -33,12 +34,6 @@ class ReductionOperation(IntEnum):
     MIN = 2
     MAX = 3
     AVERAGE = 4
-
-    Sum = SUM
-    Product = PRODUCT
-    Min = MIN
-    Max = MAX
-    Average = AVERAGE
 
 
 Reductions = Literal["exact", "fast"]

@@ -19,7 +19,7 @@ from mpishard.base import (
 )
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved, UserModel
+from mpishard.contracts import ILayeredModel, ILossFunction, Saved, UserModel
 from mpishard.data import Samples, map_arrays
 from mpishard.models.programs.chain import LayerChain, LocalLayer, LocalLayers
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
@@ -168,7 +168,7 @@ class LayeredProgram(Program):
 
     def _copied_model(self) -> UserModel:
         # A deep copy, because choices of layers, such as the features in use, must not be shared.
-        if isinstance(self._model, ICloneable):
+        if hasattr(self._model, "deep_copy"):
             return self._model.deep_copy()
         return super()._copied_model()
 

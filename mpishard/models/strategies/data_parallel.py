@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpishard.base import Array, ShardingError
-from mpishard.contracts import ModelMetadata
 from mpishard.models.engine.update import Policy, Update
 from mpishard.models.wrapper.base import ShardedModelBase
 
@@ -131,7 +130,5 @@ class ZeRO3Model(FSDPModel):
 
     strategy: ClassVar[str] = "ZeRO-3"
 
-    def get_model_metadata(self) -> ModelMetadata:
-        metadata = super().get_model_metadata()
-        metadata.set_property("EquivalentTo", FSDPModel.strategy)
-        return metadata
+    def _properties(self) -> dict[str, Any]:
+        return {**super()._properties(), "EquivalentTo": FSDPModel.strategy}

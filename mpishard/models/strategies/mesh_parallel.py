@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.communication import AXES, ProcessMesh
-from mpishard.contracts import ILayeredModel, ModelMetadata, UserModel
+from mpishard.contracts import ILayeredModel, UserModel
 from mpishard.models.engine.leaves import check_leaves
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshProgram
@@ -275,10 +275,10 @@ class MeshModel(ShardedModelBase):
         """True if ranks share a batch's computation; each computes a black box whole."""
         return isinstance(self.engine.program, MeshProgram)
 
-    def get_model_metadata(self) -> ModelMetadata:
-        metadata = super().get_model_metadata()
+    def _properties(self) -> dict[str, Any]:
+        properties = super()._properties()
         mesh = self.mesh
-        metadata.properties |= {
+        properties |= {
             "PipelineParallelSize": mesh.pipeline_size,
             "TensorParallelSize": mesh.tensor_size,
             "DataParallelSize": mesh.data_size,
@@ -289,12 +289,12 @@ class MeshModel(ShardedModelBase):
             "ComputePartitioned": self.is_compute_partitioned,
         }
         if mesh.replica_count > 1:
-            metadata.properties |= {
+            properties |= {
                 "ReplicaCount": mesh.replica_count,
                 "ReplicaRank": mesh.replica_rank,
             }
         if mesh.model_size > 1 and self.is_compute_partitioned:
-            metadata.properties |= {
+            properties |= {
                 "GradientsSharded": True,
                 "GradientsReplicated": False,
                 "OptimizerStateSharded": True,
@@ -307,7 +307,7 @@ class MeshModel(ShardedModelBase):
                 by = type(strategy).__name__
             elif self.is_compute_partitioned:
                 by = f"LoadBalanced by {'FLOPs' if strategy is None else 'given costs'}"
-            metadata.properties |= {
+            properties |= {
                 "StageId": self.mesh.pipeline_rank,
                 "NumStages": self.mesh.pipeline_size,
                 "MicroBatchCount": self._options.micro_batch_count,
@@ -322,11 +322,11 @@ class MeshModel(ShardedModelBase):
             style = "ColumnThenRow"
             if self._options.sequence_parallel:
                 style += "+Sequence"
-            metadata.properties |= {
+            properties |= {
                 "PartitioningStyle": style if self.is_compute_partitioned else None,
                 "PartitionLog": list(self.partition_log),
             }
-        return metadata
+        return properties
 
 
 class HybridShardedModel(MeshModel):

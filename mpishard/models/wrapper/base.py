@@ -5,43 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
-from typing import Any, ClassVar, Self, TypeVar, cast
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from mpishard import checkpoint
 from mpishard.base import (
     Array,
     DType,
     LeafLayout,
-    MissingMemberError,
     ShardingError,
     as_flag,
     as_integer,
-    as_number,
     require_type,
 )
+from mpishard.base.mirrored import ShardedModelMembers
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
-    DynamicShapeInfo,
     ILayeredModel,
-    ILossFunction,
-    IShardedModel,
-    ModelMetadata,
-    PathLike,
     UserModel,
 )
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.evaluation import (
     global_gradient,
-    local_gradient,
     mean_loss,
-    synchronize_gradient,
 )
 from mpishard.models.engine.leaves import check_leaves, check_leaves_of, warn_of_other_bits
 from mpishard.models.engine.update import Policy, descent
@@ -51,10 +41,8 @@ from mpishard.models.wrapper.files import ModelFiles
 from mpishard.models.wrapper.local_shard import LocalShard, compare_replicas
 from mpishard.models.wrapper.wrapped import (
     agreed_vector,
-    feature_member,
     generate_tokens,
     holding,
-    use_features,
 )
 from mpishard.models.wrapper.wrapping import (
     build_engine,
@@ -65,13 +53,10 @@ from mpishard.models.wrapper.wrapping import (
     take_ownership,
     warn_of_slow_products,
 )
-from mpishard.nn import LinearModel
 from mpishard.observe import MemoryLedger
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit, refuse_with_leaves
 
 _log = logging.getLogger("mpishard")
-
-Answer = TypeVar("Answer")
 
 
 class _ClosedEngine:
@@ -84,31 +69,7 @@ class _ClosedEngine:
         raise ShardingError(f"this {self._owner} is closed")
 
 
-def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
-    """Make a property that `read` computes from a rank's only range, and that cannot be changed."""
-
-    def get(model: ShardedModelBase) -> int:
-        ranges = model.owned_ranges
-        if len(ranges) > 1:
-            raise ShardingError(
-                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
-                "and size: owned_ranges lists them"
-            )
-        # A rank owns no range if there are more ranks than parameters.
-        return read(*(ranges[0] if ranges else (0, 0)))
-
-    def set_(model: ShardedModelBase, given: int) -> None:
-        # The collectives of all ranks use the ranges that the strategy has chosen.
-        if given != get(model):
-            raise ShardingError(
-                f"{name} is {get(model)}, as {model.strategy} divides the parameters, and cannot "
-                f"be set to {given}: for other ranges derive from another strategy"
-            )
-
-    return property(get, set_)
-
-
-class ShardedModelBase(IShardedModel):
+class ShardedModelBase(ShardedModelMembers):
     """A model whose parameters, gradients and optimizer state live on several ranks.
 
     Life cycle. Construction is collective: rank 0's initial values are distributed to the ranks
@@ -147,7 +108,7 @@ class ShardedModelBase(IShardedModel):
         if wrapped_model is None:
             raise TypeError("wrapped_model must be a model, got None")
         require_type("config", config, ShardingConfiguration)
-        if isinstance(wrapped_model, IShardedModel):
+        if isinstance(wrapped_model, ShardedModelBase):
             raise TypeError(f"the model is sharded already, as {type(wrapped_model).__name__}")
         self._require("strategy")
         self._wrapped_model = wrapped_model
@@ -245,18 +206,22 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def wrapped_model(self) -> UserModel:
+        """The user's model."""
         return self._wrapped_model
 
     @property
     def sharding_configuration(self) -> ShardingConfiguration:
+        """The `ShardingConfiguration` of this model."""
         return self._config
 
     @property
     def rank(self) -> int:
+        """The rank of this process or thread."""
         return self.backend.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.backend.world_size
 
     @property
@@ -323,23 +288,12 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def parameter_count(self) -> int:
+        """Length of the flat vector, frozen parameters included."""
         return self.engine.placement.length
 
-    def get_model_metadata(self) -> ModelMetadata:
-        """Return the wrapped model's metadata with its sharding and figures of its training.
-
-        ``Steps``, ``Samples``, ``TrainingSeconds``, ``LastLoss``, ``BestLoss`` (the lowest loss of
-        a step) and ``ValidationScore`` include the earlier jobs that the model's checkpoints come
-        from. Figures that are not known are left out, and all of them before the first step.
-        ``training_date`` is the time of the last step. Collective for a linear model of
-        `mpishard.nn`, whose feature importance needs all coefficients; otherwise nothing is
-        communicated.
-        """
-        kind = type(self._wrapped_model).__name__
-        own: ModelMetadata | None = self._ask("get_model_metadata", None)
-        metadata = own or ModelMetadata(kind, model_type=kind)
-        metadata.complexity = self.parameter_count
-        metadata.properties |= {
+    def _properties(self) -> dict[str, Any]:
+        """Return facts about the sharding, by the names that they have in metadata."""
+        return {
             "IsDistributed": True,
             "Strategy": self.strategy,
             "WorldSize": self.world_size,
@@ -347,13 +301,6 @@ class ShardedModelBase(IShardedModel):
             **self._shard.properties(),
             "ParametersOncePerNode": self._is_once_per_node,
         }
-        record = self.engine.record
-        if record.trained_at is not None:
-            metadata.training_date = datetime.fromtimestamp(record.trained_at, UTC)
-            metadata.properties |= {"Steps": self.engine.step_number, **record.properties()}
-        if isinstance(self._wrapped_model, LinearModel):
-            metadata.feature_importance = self.get_feature_importance()
-        return metadata
 
     # ------------------------------------------------------------------- computing, collectively
 
@@ -437,24 +384,6 @@ class ShardedModelBase(IShardedModel):
         self.engine.round.require_none("set_parameters()")
         self.engine.take(agreed_vector(self.engine, parameters, "set_parameters"))
 
-    def with_parameters(self, parameters: Array) -> Self:
-        """Return a copy with these parameters. Collective; errors as of `set_parameters`."""
-        vector = agreed_vector(self.engine, parameters, "with_parameters")
-        model = self.deep_copy()
-        model.engine.take(vector)
-        return model
-
-    def compute_gradients(
-        self, x: Array, y: Array, loss_function: ILossFunction | None = None
-    ) -> Array:
-        """Return the gradient of the mean loss of *this rank's* batch, full length, not reduced.
-
-        This is the one exception to sharding: every rank keeps a full vector until the next step,
-        or until `synchronize_gradients` has averaged it over the ranks. Collective if parameters
-        are sharded.
-        """
-        return local_gradient(self.engine, x, y, loss_function)
-
     def loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
         """Return the mean loss over the samples of all ranks, and its gradient. Collective.
 
@@ -506,57 +435,6 @@ class ShardedModelBase(IShardedModel):
         """
         return mean_loss(self.engine, x, y)
 
-    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        """``theta -= learning_rate * gradients`` for a full vector, the same on every rank.
-
-        Collective. Each rank updates what it owns.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `set_parameters`; TypeError for a rate that is not a number, ValueError for one that
-            is not finite, and for rates that differ between ranks.
-        ShardingError
-            If replicas differ; in the middle of a round of `accumulate`.
-        """
-        rate = as_number("learning_rate", learning_rate)
-        if not math.isfinite(rate):
-            raise ValueError(f"learning_rate must be finite, got {rate}")
-        self.engine.replicas.require_equal("apply_gradients")
-        self.engine.round.require_none("apply_gradients()")
-        vector = agreed_vector(self.engine, gradients, "apply_gradients", rate)
-        # `change` and no `update`: a gradient given by the user counts as no step.
-        self.engine.change(descent(rate), self.engine.given(vector))
-
-    def synchronize_gradients(self) -> Array | None:
-        """Average the gradients, or the replicas, that ranks have computed alone. Collective.
-
-        After `compute_gradients` its gradient is replaced, in place, by the mean over the batches
-        of all ranks, weighted as the loss weighs them: `apply_gradients` may follow. After steps
-        with ``auto_sync_gradients=False`` replicas differ: every rank gets their mean,
-        weighted by the samples that each has used since they were equal. After one step of
-        `train` the result is that of one step with the averaged gradient. Otherwise every step has
-        reduced its gradients already, and this is a barrier.
-
-        Returns
-        -------
-        Array or None
-            The averaged gradient, shape (parameter_count,), the same on every rank; None unless
-            `compute_gradients` was called after the last step.
-
-        Raises
-        ------
-        ShardingError
-            Before any gradient was computed.
-        """
-        found = synchronize_gradient(self.engine)
-        averaged = None if found is None else found[2]
-        if averaged is None and self.engine.step_number == 0:
-            raise ShardingError("synchronize_gradients() before any gradient was computed")
-        if averaged is None or not self._config.auto_sync_gradients:
-            self.engine.synchronize_replicas()
-        return averaged
-
     def check_replicas(self) -> int:
         """Compare the ranks' copies of the same parameters, bit by bit. Collective.
 
@@ -590,57 +468,8 @@ class ShardedModelBase(IShardedModel):
     # ------------------------------------------------------------------ shards and full parameters
 
     @property
-    def local_parameter_shard(self) -> Array:
-        """A copy of this rank's pieces, end to end; of all parameters if they are replicated.
-
-        In mixed precision these are the float32 parameters, which the rank updates.
-        """
-        return self._shard.values()
-
-    @property
     def _shard(self) -> LocalShard:
         return LocalShard(self.engine)
-
-    # The names by which subclasses of the mirrored hierarchy know a rank's shard.
-
-    @property
-    def _wrapped_model_internal(self) -> UserModel:
-        return self._wrapped_model
-
-    @property
-    def _num_ops(self) -> Any:
-        """NumPy or CuPy: the functions on the model's arrays."""
-        return self.engine.layout.device.namespace
-
-    @property
-    def _local_shard(self) -> Array:
-        """As `local_parameter_shard`; assigning takes other values. Collective then."""
-        return self.local_parameter_shard
-
-    @_local_shard.setter
-    def _local_shard(self, values: Array) -> None:
-        self._shard.write(values)
-
-    _shard_start_index: int = _as_dealt("_shard_start_index", lambda start, stop: start)
-    _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
-
-    @property
-    def _cached_full_parameters(self) -> Array | None:
-        """The last gathered vector, if a caller still holds it and parameters are unchanged."""
-        full, version = self._remembered or (None, -1)
-        return full() if full is not None and version == self.engine.version else None
-
-    @_cached_full_parameters.setter
-    def _cached_full_parameters(self, full: Array | None) -> None:
-        # Weak, because a cache that kept the full vector alive would undo the sharding.
-        self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
-
-    def _invalidate_cache(self) -> None:
-        self._remembered = None
-
-    def _update_local_shard_from_full(self, full: Array) -> None:
-        """Take this rank's part of ``full``, a vector that is equal on every rank. Collective."""
-        self.engine.take(full)
 
     @property
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -678,25 +507,12 @@ class ShardedModelBase(IShardedModel):
 
     def gather_full_parameters(self) -> Array:
         """Return all parameters in layer order, a new vector on every rank. Collective."""
-        self._cached_full_parameters = full = self.engine.gather()
+        full = self.engine.gather()
+        # Weak, because a cache that kept the full vector alive would undo the sharding.
+        self._remembered = weakref.ref(full), self.engine.version
         return full
 
-    def get_parameters(self) -> Array:
-        """As `gather_full_parameters`. Collective."""
-        return self.gather_full_parameters()
-
-    def get_parameter_chunks(self) -> Iterator[Array]:
-        """Yield the parameters unit by unit, so that only one unit is gathered. Collective.
-
-        On a mesh all parameters come in one chunk, because the units of its ranks differ.
-        """
-        return self.engine.gather_chunks()
-
     # ------------------------------------------------------------------------------------ copies
-
-    def clone(self) -> Self:
-        """Return a shallow copy, which shares parameters. Communicates nothing."""
-        return copy.copy(self)
 
     def deep_copy(self) -> Self:
         """Return a copy with parameters of its own, in memory that no other rank shares.
@@ -710,7 +526,7 @@ class ShardedModelBase(IShardedModel):
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
-        model._invalidate_cache()
+        model._remembered = None
         model.engine = model._build_engine(program, arena=False)
         model.engine.parameters.copy_from(self.engine.parameters)
         model.engine.continue_as(self.engine)
@@ -740,115 +556,23 @@ class ShardedModelBase(IShardedModel):
         # Dropping the engine frees its memory, unless a shallow copy shares it.
         self.engine = cast("Engine", _ClosedEngine(type(self).__name__))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
     # ---------------------------------------------------------------------------- files and bytes
 
     def checkpointed(self) -> ModelFiles:
         """Return the model in the form that `mpishard.checkpoint` saves and loads."""
         # A new object for each call: a stored one would keep the parameters alive after close().
         return ModelFiles(self.engine, self._wrapped_model, self.strategy)
-
-    def serialize(self) -> bytes:
-        """Return named parameters in safetensors format, equal bytes on all ranks. Collective.
-
-        The bytes also contain the choices of the plain model, such as its active features.
-        """
-        return self.checkpointed().serialize()
-
-    def deserialize(self, data: bytes) -> None:
-        """Take bytes of `serialize` at any world size, or of the plain model. Collective.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For other bytes, or those of another model, before anything is communicated; on every
-            rank if the ranks were given different bytes. The model is unchanged then.
-        """
-        files = self.checkpointed()
-        vector, choices = files.unpacked(data)
-        self.set_parameters(vector)
-        files.take_choices(choices)
-
-    def save_model(self, path: PathLike) -> None:
-        """Write the parameters to a checkpoint directory. Collective.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For anything but a path, or a blank path, before anything is communicated.
-        ShardingError
-            If replicas differ.
-        OSError
-            On every rank, if the checkpoint cannot be written: a PermissionError if permissions
-            are the reason. An earlier checkpoint is unchanged.
-        """
-        self.engine.replicas.require_equal("save_model()")
-        checkpoint.save(path, self)
-
-    def load_model(self, path: PathLike) -> None:
-        """Take parameters from a checkpoint of any world size and strategy. Collective.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For anything but a path, or a blank path, before anything is communicated.
-        FileNotFoundError
-            If there is no checkpoint.
-        CheckpointError
-            If it is torn or of another model; the model is unchanged then.
-        """
-        checkpoint.load(path, self)
-
-    # ---------------------------------------------------------------- members of the wrapped model
-
-    @property
-    def default_loss_function(self) -> ILossFunction | None:
-        return getattr(self._wrapped_model, "default_loss_function", None)
-
-    def sanitize_parameters(self, parameters: Array) -> Array:
-        sanitize = getattr(self._wrapped_model, "sanitize_parameters", None)
-        return parameters if sanitize is None else sanitize(parameters)
-
-    def get_input_shape(self) -> list[int]:
-        return self._ask("get_input_shape", list[int]())
-
-    def get_output_shape(self) -> list[int]:
-        return self._ask("get_output_shape", list[int]())
-
-    def get_dynamic_shape_info(self) -> DynamicShapeInfo:
-        return self._ask("get_dynamic_shape_info", DynamicShapeInfo())
-
-    def _ask(self, name: str, otherwise: Answer) -> Answer:
-        member = getattr(self._wrapped_model, name, None)
-        answer: Answer = otherwise if member is None else member()
-        return answer
-
-    def get_active_feature_indices(self) -> Iterable[int]:
-        indices: Iterable[int]
-        indices = feature_member(self._wrapped_model, "get_active_feature_indices")()
-        return indices
-
-    def set_active_feature_indices(self, indices: Iterable[int]) -> None:
-        """Use these features and no others. Collective.
-
-        Raises
-        ------
-        MissingInterfaceError
-            If the wrapped model is not aware of its features.
-        ValueError
-            For an index that the model does not have, before anything is communicated; on every
-            rank if the ranks name different features. The model is unchanged then.
-        """
-        use_features(self._wrapped_model, indices, self.engine.world)
-
-    def is_feature_used(self, index: int) -> bool:
-        return bool(feature_member(self._wrapped_model, "is_feature_used")(index))
-
-    def get_feature_importance(self) -> dict[str, float]:
-        """Importance by feature name. Collective."""
-        feature_member(self._wrapped_model, "get_feature_importance", "IFeatureImportance")
-        with self.unsharded() as model:
-            importance: dict[str, float] = model.get_feature_importance()
-        return importance
 
     def generate(
         self,
@@ -875,19 +599,3 @@ class ShardedModelBase(IShardedModel):
         return generate_tokens(
             self.engine, self._wrapped_model, prompt, length, temperature, seed, top_k, slide
         )
-
-    @property
-    def supports_jit_compilation(self) -> bool:
-        return bool(getattr(self._wrapped_model, "supports_jit_compilation", False))
-
-    def export_computation_graph(self, input_nodes: list[Any]) -> Any:
-        """Return the plain model's graph, with its present parameters in it. Collective."""
-        if input_nodes is None:
-            raise TypeError("input_nodes must be a list, got None")
-        if not self.supports_jit_compilation:
-            raise MissingMemberError(
-                f"{type(self._wrapped_model).__name__} does not implement IJitCompilable: it has "
-                "no computation graph to export"
-            )
-        with self.unsharded() as model:
-            return model.export_computation_graph(input_nodes)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.base import Array, ReplicaError, array_namespace, copy_into, to_host
-from mpishard.communication import CommunicationBackend, all_texts, same_outcome, who
+from mpishard.base import Array, ReplicaError, array_namespace, to_host
+from mpishard.communication import CommunicationBackend, all_texts, who
 from mpishard.models.engine.engine import Engine
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.sharding import Piece, Placement, Region
@@ -54,33 +54,6 @@ class LocalShard:
             layout = self.engine.layout
             return layout.device.namespace.empty(0, layout.dtype)
         return array_namespace(owned[0]).concatenate(owned)
-
-    def write(self, values: Array) -> None:
-        """Replace the values by a vector of this length. Collective.
-
-        Raises
-        ------
-        ValueError
-            On every rank, if one rank's vector has another shape.
-        ShardingError
-            On every rank, in the middle of a round of accumulation.
-        """
-        engine = self.engine
-        # `same_outcome` is a barrier as well: no rank writes while another still reads its values.
-        with same_outcome(engine.world, engine.layout.subject):
-            if getattr(values, "shape", None) != (self.length,):
-                raise ValueError(
-                    f"_local_shard: expected a vector of shape ({self.length},), got "
-                    f"{getattr(values, 'shape', type(values).__name__)}"
-                )
-            engine.round.require_none("an assignment to _local_shard")
-        start = 0
-        for target in engine.parameters.owned(self.pieces):
-            stop = start + int(target.size)
-            copy_into(target, values[start:stop])
-            start = stop
-        # Copies, caches and the model itself are derived from what was written.
-        engine.read()
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges ``(start, stop)`` of the flat vector; adjacent ones are joined."""

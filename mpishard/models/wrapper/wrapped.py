@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, MissingInterfaceError, MissingMemberError, array_namespace, to_host
-from mpishard.communication import CommunicationBackend, gather_texts, share_text
-from mpishard.contracts import IFeatureImportance, ILayeredModel, UserModel
+from mpishard.base import Array, MissingMemberError, array_namespace, to_host
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILayeredModel, UserModel
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
 
@@ -28,39 +26,6 @@ def holding(model: UserModel, parameters: Array) -> Any:
     else:
         model.set_parameters(parameters)
     return model
-
-
-def feature_member(model: object, name: str, interface: str = "IFeatureAware") -> Any:
-    """Return a member of ``interface``.
-
-    Raises
-    ------
-    MissingInterfaceError
-        If the model does not implement it.
-    """
-    member = getattr(model, name, None)
-    # A class that only inherits the interface's method does not implement it, and would raise only
-    # when called: after the parameters have been gathered for the call.
-    given = getattr(type(model), name, None)
-    if member is None or given is IFeatureImportance.__dict__.get(name, member):
-        raise MissingInterfaceError(f"{type(model).__name__} does not implement {interface}")
-    return member
-
-
-def use_features(model: object, indices: Iterable[int], world: CommunicationBackend) -> None:
-    """Use these features and no others; refuse choices that differ between ranks. Collective."""
-    set_indices = feature_member(model, "set_active_feature_indices")
-    get_indices = feature_member(model, "get_active_feature_indices")
-    # Set first and compared afterwards: only the model knows which indices it accepts.
-    before = list(get_indices())
-    set_indices(indices)
-    # Sorted, because the order in which a user names features has no effect.
-    texts = gather_texts(world, json.dumps(sorted(int(index) for index in get_indices())))
-    differs = any(text != texts[0] for text in texts)
-    found = share_text(world, "; ".join(texts) if differs else "")
-    if found:
-        set_indices(before)
-        raise ValueError(f"every rank must name the same features; by rank, {found}")
 
 
 def generate_tokens(

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpishard.base import (
     reuse_freed_memory,
 )
 from mpishard.communication import differences
-from mpishard.contracts import ILayeredModel, IShardedModel
+from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.leaves import GradientLeaves, LeafGradients, LeafPasses
 from mpishard.models.engine.passes import Passes
@@ -50,11 +50,14 @@ from mpishard.nn import Layer, products_per_second
 from mpishard.observe import MemoryLedger
 from mpishard.sharding import ShardingConfiguration, first_names, refuse_for_model, shared_choices
 
+if TYPE_CHECKING:
+    from mpishard.models.wrapper.base import ShardedModelBase
+
 _log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()
 # Wrapper of each wrapped object, by the object's id: the object lives as long as its wrapper.
 # Thread-ranks share this on purpose, so that wrapping one object from two of them is detected.
-_owners: weakref.WeakValueDictionary[int, IShardedModel] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
 
 
 def program_of(model: object, config: ShardingConfiguration) -> Program:
@@ -143,7 +146,7 @@ def warn_of_slow_products(config: ShardingConfiguration, program: Program) -> No
     )
 
 
-def take_ownership(model: object, wrapper: IShardedModel) -> None:
+def take_ownership(model: object, wrapper: ShardedModelBase) -> None:
     """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
 
     Two ranks that set parameters on one object would overwrite each other's.
@@ -164,13 +167,13 @@ def take_ownership(model: object, wrapper: IShardedModel) -> None:
         )
 
 
-def is_owned_by(model: object, wrapper: IShardedModel) -> bool:
+def is_owned_by(model: object, wrapper: ShardedModelBase) -> bool:
     """True if this wrapper holds the object, and not the wrapper that it is a copy of."""
     with _owners_lock:
         return _owners.get(id(_owned_object(model))) is wrapper
 
 
-def give_up_ownership(model: object, wrapper: IShardedModel) -> None:
+def give_up_ownership(model: object, wrapper: ShardedModelBase) -> None:
     """Let others wrap the object again.
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,16 +23,14 @@ from mpishard.base import (
     require_type,
     to_host,
 )
+from mpishard.base.mirrored import LayeredModelMembers
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.contracts import (
     DynamicShapeInfo,
-    IFullModel,
     ILayeredModel,
     ILossFunction,
-    IPipelineDecomposableModel,
     LayerInfo,
     ModelMetadata,
-    Saved,
 )
 from mpishard.data import map_arrays
 from mpishard.nn.checks import read_together
@@ -46,7 +45,7 @@ from mpishard.sharding import ParameterEntry, ParameterTable
 _ACTIVE = "active_features"
 
 
-class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
+class Model(PlainModelFiles, LayeredModelMembers, ILayeredModel):
     """Chain of layers with a loss.
 
     The constructor allocates no arrays. Parameters are made on first use, each from a generator
@@ -311,7 +310,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     def clone(self) -> Self:
         """Return a copy that shares the parameters' array, and has layers of its own."""
-        model = super().clone()
+        model = copy.copy(self)
         # Layers have settings, such as the active features, which may differ between the copies.
         model.chain = self.chain.copy()
         model._features = dict(_feature_layers(model.chain))
@@ -424,21 +423,6 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         y = map_arrays(self._put, y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
-
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Saved]:
-        run = self._run(x, target)
-        return run.input_gradient(), run
-
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Saved) -> Array:
-        # A pass of another model would give gradients of the wrong length, or of wrong values.
-        is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
-        if not (is_ours and cached.is_pending):
-            raise ValueError(
-                "cached must be the result of this model's "
-                "compute_activation_gradients(x, target), and serves once"
-            )
-        gradients: Array = cached.weight_gradients()
-        return gradients
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None

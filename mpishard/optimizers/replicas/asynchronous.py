@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mpishard.base import as_count
-from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.delayed_state import DelayedState
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
+from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import ShardingConfiguration, refuse_line_search
 
@@ -53,7 +53,7 @@ class AsyncSGDOptimizer(ReplicasOptimizer):
 
     def __init__(
         self,
-        wrapped_optimizer: IOptimizer,
+        wrapped_optimizer: Optimizer,
         config: ShardingConfiguration,
         allow_staleness: int = 0,
         *,

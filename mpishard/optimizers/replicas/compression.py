@@ -9,7 +9,6 @@ import numpy as np
 from mpishard.base import Array, Metadata, as_count, as_flag, as_number
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase, StoreLayout, pieces_to_write
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
@@ -89,7 +88,7 @@ class GradientCompressionOptimizer(ReplicasOptimizer):
 
     def __init__(
         self,
-        wrapped_optimizer: IOptimizer,
+        wrapped_optimizer: Optimizer,
         config: ShardingConfiguration,
         compression_ratio: float = 0.1,
         use_quantization: bool = True,

@@ -6,7 +6,6 @@ from dataclasses import fields
 from types import MappingProxyType
 
 from mpishard.base import as_count, require_type
-from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
@@ -90,7 +89,7 @@ class LocalSGDOptimizer(ReplicasOptimizer):
 
     def __init__(
         self,
-        wrapped_optimizer: IOptimizer,
+        wrapped_optimizer: Optimizer,
         config: ShardingConfiguration,
         synchronization_period: int = 10,
         outer: Optimizer | None = None,

@@ -4,8 +4,7 @@ Begin with `elementwise`: six rules, each a dataclass of settings with one body.
 body: NumPy or CuPy on chunks, or numba's machine code. `lamb` needs norms of whole parameters;
 `search` has L-BFGS and others that need the loss at several points, on `strong_wolfe`'s line.
 `rule.Optimizer` is the base of all rules; `pieces` are the arguments of an update, `options` the
-settings of single parameters by name, and those of the mirrored hierarchy, `schedules` learning
-rates by step.
+settings of single parameters by name, `schedules` learning rates by step.
 
 `plain` runs a rule without ranks. This chapter imports from no other one.
 """

@@ -7,10 +7,8 @@ rule's state for one flat vector.
 from __future__ import annotations
 
 import inspect
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,28 +21,15 @@ from mpishard.base import (
     array_namespace,
     read_numbers,
     require_plain,
-    to_host,
 )
-from mpishard.checkpoint import bytes_of, tensors_and_document
-from mpishard.contracts import IShardedModel, UserModel
-from mpishard.models import squared_norm
-from mpishard.optimizers.rules import schedules
-from mpishard.optimizers.rules.options import (
-    AdamOptimizerOptions,
-    OptimizationAlgorithmOptions,
-    named_parameters,
-)
+from mpishard.contracts import UserModel
+from mpishard.models import ShardedModelBase, squared_norm
+from mpishard.optimizers.rules.options import named_parameters
 from mpishard.optimizers.rules.pieces import PieceViews, Segment, UpdateContext
 from mpishard.sharding import ParameterEntry
 
 if TYPE_CHECKING:
     from mpishard.optimizers.rules.rule import Optimizer
-
-_KEY = "mpishard_optimizer"
-# One round is exact but for rounding, unless the update depends on the parameters: each round of a
-# decay leaves about rate times decay of the error.
-_REVERSE_ROUNDS = 100
-_REVERSE_ROUNDINGS = 16  # of the largest element: error allowed after the last round
 
 
 class PlainTraining:
@@ -73,11 +58,11 @@ class PlainTraining:
     def reset(self) -> None:
         """Forget state and step count, and the model that they belong to."""
         self._trained: object = None  # the model that the state belongs to
-        self._state: dict[str, Array] = {}  # each vector is as long as the flat one
-        self._segments: tuple[Segment, ...] = ()
+        self.state: dict[str, Array] = {}  # each vector is as long as the flat one
+        self.segments: tuple[Segment, ...] = ()
         self.steps = 0
         self.gradients: Array | None = None
-        self._before: dict[str, Array] | None = None
+        self.before: dict[str, Array] | None = None
 
     def set_model(self, model: object) -> None:
         """Name the model that `optimize` trains if its data has none."""
@@ -89,7 +74,7 @@ class PlainTraining:
     def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch."""
         refuse_sharded(self.rule, model)
-        self._refuse_second_model(model)
+        self.refuse_second_model(model)
         require_plain(x)
         require_plain(y)
         # A black box may compute only gradients; the result is NaN then.
@@ -120,22 +105,8 @@ class PlainTraining:
                 f"{'' if are_finite else 'not '}finite. The parameters are those of before the "
                 "step. Lower the learning rate, or look at the data"
             )
-        self._update(model, parameters, gradients)
+        self.update_model(model, parameters, gradients)
         return math.nan if loss is None else float(loss)
-
-    def apply_gradients(self, *given: Any) -> Any:
-        """Make one update of a model with a given gradient, and return the model."""
-        if len(given) not in (2, 3):
-            raise TypeError(
-                "apply_gradients takes (gradients, model) or (original_parameters, gradients, "
-                f"model), got {len(given)} arguments"
-            )
-        *original, gradients, model = given
-        if not hasattr(model, "set_parameters"):
-            raise TypeError(f"apply_gradients needs a model last, got {type(model).__name__}")
-        self._refuse_second_model(model)
-        self._update(model, original[0] if original else model.get_parameters(), gradients)
-        return model
 
     def update_parameters(
         self, parameters: Array | Sequence[Array], gradients: Any
@@ -164,82 +135,16 @@ class PlainTraining:
         is_models = named is not None and named[-1].stop == parameters.size
         return self._advance(parameters, gradients, named if is_models else None)
 
-    def reverse_update(self, updated: Array, gradients: Array) -> Array:
-        """Return the parameters before the last update; state and steps go back with them.
-
-        It is a fixed-point iteration: the rule is applied to a guess, with the state from before
-        the update, and the guess moved by the difference.
-        """
-        require_plain(gradients)
-        if self._before is None or self.gradients is None:
-            raise RuntimeError("there is no update to reverse; only the last one can be, once")
-        vector, own = updated.reshape(-1), gradients.reshape(-1)
-        # With another gradient the iteration would end too, at wrong parameters.
-        if own.shape != self.gradients.shape or bool((own != self.gradients).any()):
-            raise ValueError("reverse_update needs the gradients of the last update, got others")
-        xp = array_namespace(updated)
-        guess = vector.copy()
-        allowed = _REVERSE_ROUNDINGS * float(np.finfo(updated.dtype).eps)
-        for _ in range(_REVERSE_ROUNDS):
-            # Parameters and state are copied in each round, because an update overwrites them.
-            trial = guess.copy()
-            state = {name: before.copy() for name, before in self._before.items()}
-            self._update_range(trial, own, state, self.steps - 1)
-            missing = vector - trial
-            guess += missing
-            if float(xp.abs(missing).max()) <= allowed * float(xp.abs(guess).max()):
-                # One update only: the state from before it is used up.
-                self._state, self._before = self._before, None
-                self.steps -= 1
-                return guess.reshape(updated.shape)
-        raise RuntimeError(
-            f"the last update cannot be reversed: {_REVERSE_ROUNDS} rounds did not find the "
-            "parameters from before it; learning rate times weight decay may be too large"
-        )
-
-    def serialize(self) -> bytes:
-        """Return settings, state, steps and segments in safetensors format."""
-        document = {
-            "rule": type(self.rule).__name__,
-            "settings": {name: _encoded(name, v) for name, v in self.rule.get_options().items()},
-            "steps": self.steps,
-            "segments": [[s.name, s.start, s.stop] for s in self._segments],
-        }
-        state = {name: to_host(vector) for name, vector in self._state.items()}
-        return bytes_of(state, {_KEY: json.dumps(document)})
-
-    def deserialize(self, data: bytes) -> None:
-        """Take settings, state and step count from bytes of `serialize`."""
-        rule = self.rule
-        state, document = tensors_and_document(data, _KEY, "an optimizer's ")
-        if document["rule"] != type(rule).__name__:
-            raise ValueError(f"these bytes are of {document['rule']}, not of {type(rule).__name__}")
-        steps, segments = document["steps"], tuple(Segment(*s) for s in document["segments"])
-        settings = {name: _decoded(value) for name, value in document["settings"].items()}
-        # Another release may have other settings: nothing is guessed for those.
-        if settings.keys() != rule.get_options().keys():
-            raise ValueError(
-                f"these bytes have the settings {', '.join(settings)}; {type(rule).__name__} has "
-                + ", ".join(rule.get_options())
-            )
-        before = dict(vars(rule))  # a refused setting must leave all others as they were
-        try:
-            for name, value in settings.items():
-                setattr(rule, name, value)
-        except (TypeError, ValueError):
-            vars(rule).update(before)
-            raise
-        self.reset()
-        self._state, self._segments, self.steps = state, segments, steps
-
-    def _refuse_second_model(self, model: object) -> None:
+    def refuse_second_model(self, model: object) -> None:
+        """Refuse another model than that of the state."""
         if self._trained is not None and model is not self._trained:
             raise ShardingError(
                 f"this {type(self.rule).__name__} holds the state of another model; use an "
                 "optimizer per model, or reset() to forget the state"
             )
 
-    def _update(self, model: UserModel, parameters: Array, gradients: Array) -> None:
+    def update_model(self, model: UserModel, parameters: Array, gradients: Array) -> None:
+        """Make one update of a model, which begins at ``parameters``."""
         updated = self._advance(parameters, gradients, named_parameters(model))
         # After the update, which may refuse the arrays.
         self._trained = model
@@ -272,10 +177,10 @@ class PlainTraining:
         vector, own = updated.reshape(-1), xp.ascontiguousarray(gradients).reshape(-1)
         # Before anything is changed: a schedule may end, or fail.
         self.rule.checked_rate(self.steps)
-        state = {name: xp.asarray(kept) for name, kept in self._state.items()}
-        if not self._segments:
+        state = {name: xp.asarray(kept) for name, kept in self.state.items()}
+        if not self.segments:
             state = {name: xp.zeros_like(vector) for name in self.rule.needed_state()}
-        elif segments != self._segments or any(
+        elif segments != self.segments or any(
             (kept.shape, kept.dtype) != (vector.shape, vector.dtype) for kept in state.values()
         ):
             raise ValueError(
@@ -285,10 +190,10 @@ class PlainTraining:
             )
         # `reverse_update` starts from the state before the update, and checks its gradient.
         before = {name: kept.copy() for name, kept in state.items()}
-        self._state, self._segments = state, segments
-        self._update_range(vector, own, state, self.steps)
+        self.state, self.segments = state, segments
+        self.update_range(vector, own, state, self.steps)
         # A copy, because the caller may change its array, and `reverse_update` compares it.
-        self._before, self.gradients = before, own.copy()
+        self.before, self.gradients = before, own.copy()
         self.steps += 1
         return updated
 
@@ -297,7 +202,7 @@ class PlainTraining:
         frozen = self.rule.checked_options.untrained(entries)
         return tuple(Segment(e.name, e.start, e.stop) for e in entries if e.name not in frozen)
 
-    def _update_range(
+    def update_range(
         self, vector: Array, gradients: Array, state: dict[str, Array], step: int
     ) -> None:
         """Make update ``step``, from 0, of ``vector`` and ``state`` in place."""
@@ -309,7 +214,7 @@ class PlainTraining:
                 {name: whole[run.start : run.stop] for name, whole in state.items()},
                 tuple(Segment(s.name, s.start - run.start, s.stop - run.start) for s in segments),
             )
-            for run, segments in _runs(self._segments)
+            for run, segments in _runs(self.segments)
         ]
         # Of the trained parameters alone, as in a sharded optimizer.
         squares = squared_norm([owned.gradients for owned in pieces])
@@ -338,59 +243,9 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
     return runs
 
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (*vars(schedules).values(), OptimizationAlgorithmOptions, AdamOptimizerOptions)
-    if isinstance(kind, type) and is_dataclass(kind)
-}
-
-
-def _encoded(name: str, value: Any) -> object:
-    """Return a setting, with schedules and options, as JSON can hold it.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting, for a function that is no schedule of `mpishard.optimizers`.
-    """
-    if isinstance(value, Mapping):
-        return {key: _encoded(f"{name}[{key!r}]", inner) for key, inner in value.items()}
-    kind = type(value).__name__
-    if _KINDS.get(kind) is type(value):
-        inner = {
-            f.name: _encoded(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value)
-        }
-        # A list marks a dataclass: no setting is a list.
-        return [kind, inner]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(
-        f"{name} is {value!r}, which cannot be written; schedules that can are "
-        + ", ".join(name for name in _KINDS if not name.endswith("Options"))
-    )
-
-
-def _decoded(value: object) -> Any:
-    """Return the setting that `_encoded` was given.
-
-    Raises
-    ------
-    ValueError
-        For a kind of schedule that this release does not have.
-    """
-    if isinstance(value, Mapping):
-        return {key: _decoded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        kind, inner = value
-        if kind not in _KINDS:
-            raise ValueError(f"unknown kind of setting {kind!r}; known are {', '.join(_KINDS)}")
-        return _KINDS[kind](**_decoded(inner))
-    return value
-
-
 def refuse_sharded(rule: Optimizer, model: object) -> None:
     """Refuse a sharded model: the rule would update with each rank's own gradient."""
-    if isinstance(model, IShardedModel):
+    if isinstance(model, ShardedModelBase):
         name = type(rule).__name__
         raise TypeError(
             f"an unwrapped {name} trains plain models, but the model is a "

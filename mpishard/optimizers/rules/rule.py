@@ -7,23 +7,19 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from mpishard.base import (
     Array,
     as_amount,
     as_number,
-    check_path,
     nearest,
-    require_type,
 )
-from mpishard.checkpoint import replace_file
-from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike, UserModel
+from mpishard.base.mirrored import OptimizerMembers
+from mpishard.contracts import UserModel
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
-    OptimizationAlgorithmOptions,
     ParameterOptions,
     SegmentOptions,
 )
@@ -44,8 +40,6 @@ _ELSEWHERE = {
 }
 """Name of a setting in PyTorch, JAX and their relatives -> its name here."""
 
-_Model = TypeVar("_Model")
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
 
@@ -62,8 +56,15 @@ def fraction(name: str, value: Any) -> float:
     return float(value)
 
 
+class TrainingOptions(Protocol):
+    """Options that a rule was made from, which bring an end of training with them."""
+
+    def applied(self, data: OptimizationInputData) -> OptimizationInputData:
+        """Return the data with that end, unless they name an earlier one."""
+
+
 @dataclass(eq=False)
-class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
+class Optimizer(OptimizerMembers):
     """An update rule: a dataclass of its settings, and one body that updates elements.
 
     A rule updates one owned piece at a time: 1-D views of parameters, gradients and state, of any
@@ -149,7 +150,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
                 "two ways to clip; choose one"
             )
         # Set by `from_options` alone: `optimize` then takes its end of training from there.
-        self.algorithm_options: OptimizationAlgorithmOptions | None = None
+        self.algorithm_options: TrainingOptions | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
         # Settings may change between two steps, so that each assignment is checked.
@@ -169,37 +170,6 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     def rate_of_step(self, step: int) -> float:
         """Return the learning rate of update ``step``, from 0."""
         return rate_at(cast("Schedule", self.learning_rate), step)
-
-    @classmethod
-    def from_options(cls, options: OptimizationAlgorithmOptions, **settings: Any) -> Self:
-        """Return an optimizer with the options of the mirrored hierarchy, and their defaults.
-
-        Parameters
-        ----------
-        options : OptimizationAlgorithmOptions
-            Rate, clipping, and the end of `optimize` unless its data name an earlier one.
-        **settings
-            Arguments of the rule, which win over the options.
-
-        Raises
-        ------
-        TypeError
-            For options of another type.
-        ValueError
-            For options of another rule than this one.
-        """
-        require_type("options", options, OptimizationAlgorithmOptions)
-        given = options.rule_settings()
-        # AdamOptimizerOptions, for one, have beta1, which SGD does not take.
-        unknown = given.keys() - inspect.signature(cls).parameters.keys()
-        if unknown:
-            raise ValueError(
-                f"{type(options).__name__} has {', '.join(sorted(unknown))}, which {cls.__name__} "
-                "does not take; use OptimizationAlgorithmOptions"
-            )
-        made = cls(**(given | settings))
-        made.algorithm_options = options
-        return made
 
     def needed_state(self) -> tuple[str, ...]:
         """Return the names of the state vectors that these settings need."""
@@ -309,7 +279,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             return 1.0
         return self.clip_global_norm / gradient_norm
 
-    def get_options(self) -> Mapping[str, object]:
+    def _settings(self) -> dict[str, object]:
         """Return the settings: the arguments of ``__init__`` that are kept under their names.
 
         Arguments of the bases count; other attributes, such as counts of a rule, do not.
@@ -330,7 +300,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         A schedule may be any function, so it is represented by its rates at some steps.
         """
         found: dict[str, object] = {"rule": type(self).__name__}
-        for name, value in self.get_options().items():
+        for name, value in self._settings().items():
             # Without addresses, which differ between ranks for equal settings.
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
@@ -364,34 +334,6 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Forget the own state and step count, and the model they belong to."""
         self._own.reset()
 
-    def set_model(self, model: object) -> None:
-        """Name the model that `optimize` trains if its data has none.
-
-        `update_parameters` takes a vector of its length for its parameters, with their names.
-
-        Raises
-        ------
-        TypeError
-            For None.
-        ValueError
-            For a pattern of ``parameter_options`` that matches none of its parameters.
-        """
-        self._own.set_model(model)
-
-    @property
-    def model(self) -> Any:
-        """The model given to `set_model`; None before."""
-        return self._own.model
-
-    @property
-    def last_computed_gradients(self) -> Array | None:
-        """The gradient of the last own update, shape (n,), before clipping; None before one."""
-        return self._own.gradients
-
-    def get_current_learning_rate(self) -> float:
-        """Return the rate of the next own update; a sharded optimizer counts its own."""
-        return self.rate_of_step(self._own.steps)
-
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model in this process: a world of one rank.
 
@@ -399,7 +341,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         from mpishard.training import train_plain  # of a room above, which runs any rule
 
-        return train_plain(self, input_data)
+        return train_plain(self, input_data, self._own.model)
 
     def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.
@@ -431,141 +373,6 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         loss: float = self._own.step(model, x, y)
         return loss
-
-    @overload
-    def update_parameters(self, parameters: Array, gradients: Array) -> Array: ...
-    @overload
-    def update_parameters(
-        self, parameters: Sequence[Array], gradients: Sequence[Array]
-    ) -> list[Array]: ...
-    def update_parameters(
-        self, parameters: Array | Sequence[Array], gradients: Array | Sequence[Array]
-    ) -> Array | list[Array]:
-        """Make one update with the own state; the arguments stay as they are.
-
-        Parameters
-        ----------
-        parameters : Array or sequence of Array
-            Of any shapes. In ``parameter_options`` a single array is called "parameters", those
-            of a sequence, such as one per layer, "0", "1", ...; a vector as long as `model` has
-            its names.
-        gradients : Array or sequence of Array
-            The mean gradient, of the same shapes and dtype.
-
-        Returns
-        -------
-        Array or list of Array
-            The updated parameters.
-
-        Raises
-        ------
-        TypeError
-            For other dtypes than one of float16, float32 and float64.
-        ValueError
-            For shapes that differ from each other's or the last own update's, or a pattern of
-            ``parameter_options`` that matches nothing.
-        """
-        return self._own.update_parameters(parameters, gradients)
-
-    @overload
-    def apply_gradients(self, gradients: Array, model: _Model, /) -> _Model: ...
-    @overload
-    def apply_gradients(
-        self, original_parameters: Array, gradients: Array, model: _Model, /
-    ) -> _Model: ...
-    def apply_gradients(self, *given: Any) -> Any:
-        """Make one update of a model with the own state, and return the model.
-
-        ``apply_gradients(gradients, model)`` begins at the model's parameters,
-        ``apply_gradients(original_parameters, gradients, model)`` at those from before a step
-        that the model has made meanwhile.
-
-        Parameters
-        ----------
-        *given : Array or object
-            The arguments of one of these two forms. The arrays have shape (parameter_count,);
-            ``gradients`` is the mean gradient. ``model`` has ``get_parameters`` and
-            ``set_parameters``. For a sharded model they are collective, and every rank keeps
-            the whole state; wrap the optimizer instead.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `update_parameters`; the model is unchanged.
-        ShardingError
-            For another model than that of the own state.
-        """
-        return self._own.apply_gradients(*given)
-
-    def reverse_update(self, updated: Array, gradients: Array) -> Array:
-        """Return the parameters before the last own update; the state goes back with them.
-
-        Parameters
-        ----------
-        updated, gradients : Array
-            Result and gradient of that update, single arrays of one shape.
-
-        Returns
-        -------
-        Array
-            The parameters that it was given, but for rounding.
-
-        Raises
-        ------
-        RuntimeError
-            Without an update to reverse, or if it cannot be reversed: the earlier parameters must
-            follow from the updated ones, so learning rate times weight decay must be below 1.
-        ValueError
-            For other gradients than that update's.
-        """
-        return self._own.reverse_update(updated, gradients)
-
-    def serialize(self) -> bytes:
-        """Return settings, own state and step count, in safetensors format.
-
-        Raises
-        ------
-        ValueError
-            If a learning rate is a function that is no schedule of `mpishard.optimizers`.
-        """
-        data: bytes = self._own.serialize()
-        return data
-
-    def deserialize(self, data: bytes) -> None:
-        """Take settings, own state and step count from bytes of `serialize`.
-
-        Raises
-        ------
-        ValueError
-            For other bytes, or those of another rule; nothing has changed then.
-        """
-        self._own.deserialize(data)
-
-    def save_model(self, path: PathLike) -> None:
-        """Write the bytes of `serialize` to a file; a sharded optimizer writes a directory.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For an argument that is no path, or a schedule that cannot be written.
-        OSError
-            If it cannot be written; an existing file is unchanged then.
-        """
-        check_path("path", path)
-        replace_file(Path(path), [self.serialize()])
-
-    def load_model(self, path: PathLike) -> None:
-        """Take settings, own state and step count from a file of `save_model`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For an argument that is no path, or another file; nothing has changed then.
-        FileNotFoundError
-            If there is no file.
-        """
-        check_path("path", path)
-        self.deserialize(Path(path).read_bytes())
 
 
 class JointRule(Optimizer):

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mpishard.base import (
     check_path,
     require_type,
 )
+from mpishard.base.mirrored import ShardedOptimizerMembers
 from mpishard.checkpoint import load_states, save_states
 from mpishard.communication import (
     CommunicationBackend,
@@ -30,13 +31,7 @@ from mpishard.communication import (
     same_outcome,
 )
 from mpishard.contracts import (
-    ICheckpointableModel,
-    IGradientBasedOptimizer,
-    IOptimizer,
-    IShardedModel,
-    IShardedOptimizer,
     PathLike,
-    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -52,7 +47,7 @@ if TYPE_CHECKING:
     from mpishard.training import OptimizationInputData, OptimizationResult
 
 
-class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
+class ShardedOptimizerBase(ShardedOptimizerMembers):
     """An update rule that runs on the parameters of each rank, with the state that belongs to them.
 
     The model wrapper owns the policy and the collectives. The optimizer owns the rule, its state,
@@ -84,17 +79,17 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     allowed_ranks = 1, sys.maxsize
     """The fewest and the most ranks that may continue a run of `optimize`."""
 
-    def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
+    def __init__(self, wrapped_optimizer: Optimizer, config: ShardingConfiguration) -> None:
         rule: object = wrapped_optimizer  # users pass other objects, too
         kind = type(rule).__name__
-        if isinstance(rule, IShardedOptimizer):
+        if isinstance(rule, ShardedOptimizerBase):
             raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
-        if isinstance(rule, IOptimizer) and not isinstance(rule, IGradientBasedOptimizer):
-            raise ValueError(  # noqa: TRY004 - the mirrored hierarchy's
-                f"{type(self).__name__} updates by reduced gradients, and {kind} is not gradient "
-                "based (IGradientBasedOptimizer): wrap one of mpishard.optimizers"
-            )
         if not isinstance(rule, Optimizer):
+            if hasattr(rule, "optimize") and not hasattr(rule, "apply_gradients"):
+                raise ValueError(
+                    f"{type(self).__name__} updates by reduced gradients, and {kind} is not "
+                    "gradient based (IGradientBasedOptimizer): wrap one of mpishard.optimizers"
+                )
             raise TypeError(
                 f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
             )
@@ -124,11 +119,28 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     @property
     def wrapped_optimizer(self) -> Optimizer:
+        """The user's optimizer."""
         return self._rule
 
     @property
     def sharding_configuration(self) -> ShardingConfiguration:
+        """The `ShardingConfiguration` of this optimizer."""
         return self._config
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """The communication backend of this rank."""
+        return self._config.communication_backend
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process or thread."""
+        return self.backend.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.backend.world_size
 
     @property
     def steps(self) -> int:
@@ -149,9 +161,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def state(self) -> Mapping[str, Array]:
         """The rank's state vectors by name, each as long as the part that the rank updates."""
         return {} if self._state is None else self._state.vectors
-
-    def get_options(self) -> Mapping[str, object]:
-        return {**self._rule.get_options(), **self._settings()}
 
     def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
@@ -312,21 +321,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         return mean
 
-    def update_parameters(self, parameters: object, gradients: object) -> NoReturn:
-        """Raise NotImplementedError: the state belongs to a model's shards, not to vectors."""
-        raise NotImplementedError(
-            f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "
-            "vectors: use apply_gradients(gradients, model), or "
-            "wrapped_optimizer.update_parameters, whose state is its own"
-        )
-
-    def reverse_update(self, updated: Array, gradients: Array) -> Array:
-        """Raise NotImplementedError: no rank keeps the state from before an update."""
-        raise NotImplementedError(
-            f"{type(self).__name__} keeps no copy of the state from before an update: save a "
-            "checkpoint before it, or use wrapped_optimizer.reverse_update, whose state is its own"
-        )
-
     # -------------------------------------------------------------------------------------- state
 
     def bind(self, model: ShardedModelBase) -> ModelState:
@@ -461,16 +455,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: UserModel) -> None:
-        """Give a plain model on every rank the mean of all ranks' parameters. Collective.
-
-        Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.
-        """
-        if model is None or isinstance(model, IShardedModel):
-            return
-        parameters = model.get_parameters().copy()
-        model.set_parameters(self.backend.all_reduce(parameters, ReductionOperation.AVERAGE))
-
     # ----------------------------------------------------------------------------- bytes and files
 
     def serialize(self) -> bytes:
@@ -602,7 +586,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         is_stuck = self._state is not None and "stuck" in self._state.numbers
         # Asked on every rank, because the answer of a user's rule may differ between ranks.
-        mine = np.array([int(is_stuck or bool(self._rule.should_early_stop()))])
+        asked = getattr(self._rule, "should_early_stop", None)
+        mine = np.array([int(is_stuck or bool(asked is not None and asked()))])
         return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
@@ -640,7 +625,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "optimize reports one loss and one solution",
                 "call step() in a loop, and synchronize_gradients() on the model",
             )
-        # Options of the mirrored hierarchy bring an end of training with them.
+        # Options that the rule was made from bring an end of training with them.
         if self._rule.algorithm_options is not None:
             data = self._rule.algorithm_options.applied(data)
         if not is_wrapped:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mpishard.base import ShardingError, as_count, as_integer, nearest
-from mpishard.contracts import IOptimizer
 from mpishard.models import (
     DATA_POLICIES,
     DDPModel,
@@ -25,6 +24,7 @@ from mpishard.models import (
     axis_sizes,
     checked_mesh_options,
 )
+from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
@@ -106,7 +106,7 @@ class _MeshOptimizer(ShardedOptimizerBase):
     sizes: tuple[int, int, int]
 
     def __init__(
-        self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, options: dict[str, Any]
+        self, wrapped_optimizer: Optimizer, config: ShardingConfiguration, options: dict[str, Any]
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         own = type(self).__name__
@@ -190,7 +190,7 @@ class TensorParallelOptimizer(_MeshOptimizer):
     model_class = TensorParallelModel
 
     def __init__(
-        self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, **model_options: Any
+        self, wrapped_optimizer: Optimizer, config: ShardingConfiguration, **model_options: Any
     ) -> None:
         super().__init__(wrapped_optimizer, config, model_options)
         self.sizes = 1, self.world_size, 1
@@ -223,7 +223,7 @@ class PipelineParallelOptimizer(_MeshOptimizer):
 
     def __init__(
         self,
-        wrapped_optimizer: IOptimizer,
+        wrapped_optimizer: Optimizer,
         config: ShardingConfiguration,
         num_micro_batches: int = 1,
         **model_options: Any,
@@ -271,7 +271,7 @@ class HybridShardedOptimizer(_MeshOptimizer):
 
     def __init__(
         self,
-        wrapped_optimizer: IOptimizer,
+        wrapped_optimizer: Optimizer,
         config: ShardingConfiguration,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
@@ -329,7 +329,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
 
     def __init__(
         self,
-        wrapped_optimizer: IOptimizer,
+        wrapped_optimizer: Optimizer,
         config: ShardingConfiguration,
         min_workers: int = 1,
         max_workers: int = 1024,

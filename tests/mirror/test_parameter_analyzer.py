@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpishard as ms
-from mpishard.sharding import ParameterAnalyzer, ParameterGroup
+from mpishard.mirror import ParameterAnalyzer, ParameterGroup
 
 lengths = st.integers(0, 400)
 minima = st.integers(1, 60)
@@ -155,7 +155,7 @@ def test_defaults_and_refusals():
 
 @pytest.mark.parametrize("minimum", [1, 20, 30, 10_000])
 def test_the_groups_of_a_layered_model_are_its_units(minimum):
-    with ms.InMemoryCommunicationBackend(0, 1, "test_analyzer") as backend:
+    with ms.InMemoryCommunicationBackend(0, 1, "test_parameter_analyzer") as backend:
         config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=minimum)
         plain = ms.nn.MLP([4, 5, 6, 3])  # layers of 25, 0, 36, 0, 21 parameters
         groups = ParameterAnalyzer(minimum).analyze_model(plain)

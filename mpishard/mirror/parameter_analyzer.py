@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mpishard.base import Array, ShardingError, as_count
 from mpishard.contracts import ILayeredModel, UserModel
-from mpishard.sharding.table import build_units
+from mpishard.sharding import build_units
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.communication import CommunicationManager as Manager
 from mpishard.errors import CommunicationError, NotInitializedError
+from mpishard.mirror import CommunicationManager as Manager
 from mpishard.testing.worlds import in_worlds
 
 CALLS = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import BinaryIO, Self
 
 from mpishard.base import Array, array_namespace
+from mpishard.contracts import PathLike
 
 
 class IParameterSource(ABC):
@@ -79,9 +79,6 @@ class IParameterizable(IParameterSource):
         """Return ``parameters`` in the form that this model needs; by default unchanged."""
         return parameters
 
-
-PathLike = str | Path
-"""A path in the file system."""
 
 _LENGTH_BYTES = 8
 _PART_BYTES = 1 << 26

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.contracts import (
+from mpishard.errors import MissingInterfaceError, MissingMemberError, MpishardError
+from mpishard.mirror import (
     DynamicShapeInfo,
     IFullModel,
     ILayeredModel,
@@ -17,7 +18,6 @@ from mpishard.contracts import (
     ModelMetadata,
     ShardedModel,
 )
-from mpishard.errors import MissingInterfaceError, MissingMemberError, MpishardError
 
 
 class Least(IFullModel):
@@ -69,7 +69,7 @@ def test_an_interface_cannot_be_made_without_its_members():
         with pytest.raises(TypeError, match="abstract"):
             interface()
     assert ShardedModel is IShardedModel
-    assert ms.contracts.IFullModel is IFullModel
+    assert ms.mirror.IFullModel is IFullModel
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from mpishard.base import (
     array_namespace,
     require_type,
 )
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication import CommunicationBackend, ReductionOperation
 
 # A context variable and no global, because thread-ranks share all globals.
 _backend: ContextVar[CommunicationBackend | None] = ContextVar("manager_backend", default=None)

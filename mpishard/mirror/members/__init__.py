@@ -1,0 +1,1 @@
+"""Documented members of native classes, which inherit them through `mpishard.base.mirrored`."""
