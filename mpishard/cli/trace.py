@@ -54,8 +54,11 @@ def run(
 
     The exit code is that of the script. The traces of a failed job are merged, too.
     """
+    # Ranks get the absolute path, because a script may change its working directory. Messages
+    # show the user's own.
     made = given_path("trace run", "--output", output)
     folder = made.absolute()
+    # Before the folder is emptied: a job that is refused must keep the older trace.
     job = Job(
         "trace run",
         [script, *context.args],
@@ -144,6 +147,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     words = [f"{who} on {counted(nodes, 'node')}, {until / 1e6:.3f} s"]
     if not math.isnan(found.step_seconds):
         words.append(f"a step takes {milliseconds(found.step_seconds)} (median)")
+    # Only pipelines have passes; without any the bubble is NaN.
     if not math.isnan(found.bubble):
         words.append(f"bubble of its passes {found.bubble:.1%} (median)")
     if found.uncertainty:
@@ -151,6 +155,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     typer.echo("; ".join(words))
     table = figures_table("What the ranks' steps are made of", _OF_RANKS)
     for rank in found.ranks:
+        # A rank without events has 0 seconds, and shares of 0 %.
         whole = rank.seconds or 1.0
         shares = (rank.computing, rank.waiting, rank.idle, rank.in_flight)
         table.add_row(
@@ -175,4 +180,5 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
             milliseconds(call.median_wait),
         )
     show(table)
+    # Below the tables, because a trace that ends early explains odd figures in them.
     _print_notes(recorded)

@@ -65,6 +65,7 @@ class MemoryLedger:
             for key in (category, (category, place)):
                 self._held[key] += nbytes
                 self._peak[key] = max(self._peak[key], self._held[key])
+        # Not at the exit of the process, when nobody reads the counts.
         weakref.finalize(array, self._free, category, place, nbytes).atexit = False
 
     def _free(self, category: MemoryCategory, place: Place, nbytes: int) -> None:
@@ -93,6 +94,7 @@ class MemoryLedger:
         """Return the bytes held now, by category name; categories without bytes are left out."""
         return {
             str(key): held
+            # A copy, because another thread may add a category meanwhile.
             for key, held in tuple(self._held.items())
             if held and isinstance(key, MemoryCategory)
         }

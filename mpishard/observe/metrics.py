@@ -65,6 +65,7 @@ class MetricsWriter:
             seconds since the file was opened are added, plus the last time in a file that is
             continued. Infinities and NaN, which JSON does not have, become null.
         """
+        # Microseconds are enough, and keep the lines of a long file short.
         values.setdefault("time", round(time.monotonic() - self._began, 6))
         record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
         line = json.dumps(record, allow_nan=False) + "\n"

@@ -58,6 +58,7 @@ def plain_axes(axes: Any, title: str, grid: str) -> None:
     """Set a title on the left and a pale grid along ``grid``; hide the top and right frame."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
     axes.grid(axis=grid, color=_GRID)
+    # The grid would otherwise cross the curves.
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -66,6 +67,7 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write the figure as a PNG; missing parents are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Drawn before the file is opened, so that an error leaves an older picture whole.
     target.write_bytes(_png(figure))
 
 
@@ -141,6 +143,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     ImportError
         If matplotlib is not installed; the message says how to get it.
     """
+    # Three panels or more must still fit the width of a page.
     width = 4.8 if len(panels) < 3 else 3.7
     figure = new_figure("plot_panels", width=width * len(panels), height=4.0)
     labels = dict.fromkeys(c.label for panel in panels for c in panel.curves if not c.modelled)
@@ -154,6 +157,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
 def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     paint = PALETTE[0]
     for curve in panel.curves:
+        # Without a colour of its own: it belongs to the measurement before it.
         if curve.modelled:
             style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
         else:
@@ -190,6 +194,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     lines, labels = axes.get_legend_handles_labels()
+    # Lines of one label, such as a measurement and its model, have one entry.
     each = dict(zip(labels, lines, strict=True))
     axes.legend(each.values(), each.keys(), frameon=False, fontsize=8)
 
@@ -200,6 +205,7 @@ def _fit_y(axes: Any, values: Sequence[float]) -> None:
     finite = finite[np.isfinite(finite)]
     if finite.size:
         low, high = float(finite.min()), float(finite.max())
+        # Equal values have no range: then a tenth of their size, or 1 around 0.
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
         axes.set_ylim(low - margin, high + margin)
 
@@ -297,6 +303,7 @@ def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
         path /= "metrics.jsonl"
     rows = read_metrics(path)
     training, validation = (
+        # A loss that was not finite is null in the file.
         [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
         for name in ("loss", "validation_loss")
     )
@@ -313,6 +320,7 @@ def _draw(
 ) -> None:
     steps, losses = training
     if steps.size:
+        # A fiftieth of the run, however long: enough to remove the noise of batches.
         width = max(1, steps.size // 50)
         axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
         label = f"training (mean of {width} steps)" if width > 1 else "training"

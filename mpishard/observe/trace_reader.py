@@ -65,6 +65,7 @@ class JobTrace:
 
     def __init__(self, path: Path) -> None:
         self._is_merged = not path.is_dir()
+        # All first lines are read now, so that files of several jobs are refused before any work.
         self._files = [_Lines(path)] if self._is_merged else _files_of_ranks(path)
         about = self._files[0].about
         if self._is_merged and "ranks" not in about:
@@ -94,13 +95,16 @@ class JobTrace:
             yield from merged.events()
             if merged.end is None:
                 raise ValueError(f"{merged.path} is torn: its end is missing; merge it again")
+            # The merged file has the ends that were found when it was made.
             for end in merged.end["ranks"]:
                 self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
             return
         for about, lines in zip(self.ranks, self._files, strict=True):
             until = start = about["start_us"]
             for event in lines.events():
+                # Events without a time name the rows.
                 if "ts" in event:
+                    # To a nanosecond, so that the sum of two floats is written with few digits.
                     event["ts"] = round(event["ts"] + start, 3)
                     until = max(until, event["ts"] + event["dur"])
                 yield event
@@ -193,6 +197,7 @@ def _files_of_ranks(folder: Path) -> list[_Lines]:
             "record each job in a folder of its own"
         )
     world_size = next(iter(found.values())).about["world_size"]
+    # Without some ranks the others would seem to come last, and to wait for nobody.
     missing = [rank for rank in range(world_size) if rank not in found]
     if missing:
         names = ", ".join(rank_file(folder, rank).name for rank in missing)
@@ -211,6 +216,7 @@ def _files_of_ranks(folder: Path) -> list[_Lines]:
     for about, start in zip(abouts, starts, strict=True):
         offset, uncertainty = clocks[about["node"]]
         about["clock_offset_us"], about["clock_uncertainty_us"] = offset, uncertainty
+        # From the first rank's start, because viewers expect times of 0 or more.
         about["start_us"] = start - min(starts)
     return files
 
@@ -295,5 +301,6 @@ def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                     "pid": side["pid"],
                     "tid": side["tid"],
                     "ts": round(at, 3),
+                    # Binds the arrow to the span around its end (Trace Event Format).
                     **({"bp": "e"} if phase == "f" else {}),
                 }

@@ -227,6 +227,7 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
         waiting=waiting,
         idle=seconds - busy,
         in_flight=covered(flights),
+        # In flight and not waited for: |flights or waits| - |waits|.
         hidden=covered(flights, waits) - waiting,
         last=last,
     )
@@ -284,6 +285,7 @@ def _length(spans: _Spans) -> float:
 
 def _clipped(spans: _Spans, start: float, end: float) -> _Spans:
     """Return the part of disjoint, ascending ``spans`` that lies in ``[start, end]``."""
+    # Two binary searches, because a long run has many steps and millions of spans.
     low = int(np.searchsorted(spans[:, 1], start, "right"))
     high = int(np.searchsorted(spans[:, 0], end, "left"))
     return np.clip(spans[low:high], start, end)

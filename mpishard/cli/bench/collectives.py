@@ -74,6 +74,7 @@ class CollectiveBenchmark:
         """Measure one collective at one size after the other, each in all its ways. Collective."""
         results = []
         for kind in self.kinds:
+            # A barrier has no array, and so one row.
             for nbytes in self.sizes if kind != "barrier" else (0,):
                 ways = self.ways(backend, kind, nbytes)
                 timings = time_alternately(backend, list(ways.values()), self.repeats)
@@ -83,6 +84,7 @@ class CollectiveBenchmark:
 
     def ways(self, backend: CommunicationBackend, kind: str, nbytes: int) -> dict[str, Way]:
         """Return the ways to perform a collective, after a check of the result of each."""
+        # Thread-ranks have no collectives of MPI to compare with.
         mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
         if kind == "barrier":
             return {"ours": backend.barrier} | ({"MPI": mpi.Barrier} if mpi is not None else {})
@@ -127,6 +129,7 @@ class CollectiveBenchmark:
             mine = [r for r in results if r.collective == kind]
             curves = []
             for way in dict.fromkeys(r.way for r in mine):
+                # The user may give sizes in any order, and a curve joins neighbours.
                 points = sorted((r for r in mine if r.way == way), key=lambda r: r.nbytes)
                 times = [Timing(tuple(s * 1e3 for s in r.seconds)) for r in points]
                 sizes, medians = [r.nbytes for r in points], [timing.median for timing in times]
@@ -142,6 +145,7 @@ def _ways(
     world, rank, ours = backend.world_size, backend.rank, getattr(backend, kind)
     length, is_gather = max(1, nbytes // dtype.itemsize), kind == "all_gather"
     counts = list(ShardLayout(length, world).sizes)
+    # Ranks have different values, so that the check finds a result without one of them.
     source = np.full(counts[rank] if is_gather else length, rank + 1, dtype)
     whole, mine = np.empty(length, dtype), np.arange(world)
     size = counts[rank] if kind == "reduce_scatter" else length
@@ -171,7 +175,9 @@ def _ways(
     if mpi is not None and kind == "all_reduce":
         mpi_zeros, in_place = np.zeros_like(source), load_mpi().IN_PLACE
         found[_MPI_IN_PLACE] = (lambda: mpi.Allreduce(in_place, mpi_zeros), None)
+    # The least work of a collective that moves this array: each byte is read and written once.
     found["memcpy"] = (lambda: np.copyto(whole, out if is_gather else source), None)
+    # A fast collective with a wrong result would be no measurement.
     for way, (call, result) in found.items():
         if result is not None:
             call()

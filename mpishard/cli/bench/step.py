@@ -51,6 +51,7 @@ def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:
 def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Matrix, Matrix]:
     """Return random inputs and targets of a GPT."""
     found = np.random.default_rng(seed).integers(0, _VOCABULARY, (sequences, context + 1))
+    # Copies, because all columns but one are no contiguous array.
     return found[:, :-1].copy(), found[:, 1:].copy()
 
 
@@ -167,10 +168,13 @@ class StepBenchmark:
         """Measure one strategy. Collective; a result for each setting of the checks."""
         model = self.build_model()
         if self.model == "mlp":
+            # Each rank has samples of its own, as in training.
             generator = np.random.default_rng(backend.rank)
+            # The cost of a step does not depend on the target.
             x = y = generator.standard_normal((self.batch, self.width), dtype=np.float32)
         else:
             x, y = tokens(backend.rank, self.batch, self.context)
+        # The same engine and optimizer on a world of one: only communication is left out.
         own = alone() if strategy == ALONE else backend
         config = ShardingConfiguration(
             own,
@@ -195,11 +199,13 @@ class StepBenchmark:
         step()
         sent = own.traffic.total_bytes
         backend.barrier()
+        # In steps of their own, because the samples of memory would slow those that are timed.
         memory = memory_while(step, 8) if self.memory else None
         if own is not backend:
             own.shutdown()
         if isinstance(backend, InMemoryCommunicationBackend) and backend.rank > 0:
             memory = (0, 0)  # the ranks are one process
+        # As integers, because the bytes of all ranks are added exactly.
         row = np.array([[sent, *(memory or (0, 0))]], np.int64)
         sent, *totals = (int(total) for total in backend.all_gather(row).sum(axis=0))
         resting, peak = totals if self.memory and memory is not None else (None, None)
@@ -220,6 +226,7 @@ class StepBenchmark:
         )
         columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
         table = figures_table(title, columns, ("strategy",))
+        # None if "alone" was not among the strategies: the column of ratios is empty then.
         bound = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
         for result in results:
             table.add_row(

@@ -41,16 +41,19 @@ def doctor(
         findings = list(_findings(quick))
         typer.echo(as_json(findings))
     else:
+        # Each line appears when it is found: measurements and the job take seconds.
         findings = show_findings(_findings(quick))
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
 
 
 def _findings(quick: bool) -> Iterator[Finding]:
+    # In the order of dependence: a job of ranks needs MPI, which needs a working Python.
     yield from examined("host", host.look_at_host())
     yield from examined("numpy", host.look_at_numpy(quick))
     yield from examined("numpy", host.look_at_bfloat16(quick))
     yield from examined("numpy", host.look_at_numba())
+    # Once for all groups, because each search starts programs.
     mpi = MPIInstallation.of_this_python()
     yield from examined("mpi", look_at_mpi(mpi))
     yield from examined("memory", host.look_at_shared_memory())

@@ -46,11 +46,13 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
         settings.check()
     except ValueError:
         return
+    # Directly with the launcher, because `mpishard run` would hide its faults, or mend them.
     command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor.job"])
     answer = ask(command, _LIMIT_SECONDS["two ranks"], _VARIABLES)
     found = answer.found
     if answer.code != 0 or found is None:
         cause = why_it_failed(answer, command)
+        # After an answer the end has failed: MPI_Finalize, or the launcher.
         how = "do not communicate" if found is None else "communicate, and do not end well"
         text = f"two ranks {how}: {cause.text}"
         yield Finding("job.round_trip", text, answer.code, cause.fix, is_problem=True)
@@ -107,6 +109,7 @@ def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
     if cupy is None:
         return
     yield cupy
+    # The value is a dict only if CuPy has computed on a GPU.
     has_gpu = isinstance(cupy.value, dict) and cupy.value["memory"]
     if has_gpu and mpi.launcher is not None and not quick:
         yield _cuda_aware(mpi.launcher)
@@ -124,6 +127,7 @@ def _driver() -> Finding | None:
         text = f"nvidia-smi finds no GPU: {shortened(answer.reason)}"
         fix = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
         return Finding(name, text, None, fix)
+    # No field of --query-gpu has the version of CUDA: it stands in the table for people.
     said = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
     cuda = int(said[1]) if said else 12
     visible = settings.visible_gpus()
@@ -143,6 +147,7 @@ def _cupy(cuda: int | None) -> Finding | None:
             if re.fullmatch(r"cupy(-(cuda|rocm)[\w-]*)?", distribution.name or "", re.IGNORECASE)
         }
     )
+    # CuPy 14 has no wheels for releases of CUDA before 12.
     fitting = f"cupy-cuda{max(12, cuda or 12)}x"
     names = ", ".join(f"{name} {version}" for name, version in packages)
     uninstall = pip_install().replace(" install ", " uninstall -y ")
@@ -154,6 +159,7 @@ def _cupy(cuda: int | None) -> Finding | None:
     if not packages:
         text = "not installed, so that models cannot use the GPU"
         return Finding("gpu.cupy", text, None, install)
+    # All of them install the folder cupy, so the last one has overwritten parts of the first.
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
         text = f"several packages are installed over each other's files: {names}"
@@ -178,6 +184,7 @@ def _cuda_aware(launcher: Launcher) -> Finding:
         program = [sys.executable, "-m", "mpishard.cli.doctor.job", operation]
         command = launcher.command(2, program)
         answer = ask(command, _LIMIT_SECONDS["two ranks"])
+        # A crash, a rank that hangs and wrong numbers all forbid the operation.
         works[operation] = answer.code == 0 and answer.found is True
         how = "right" if works[operation] else "wrong"
         if answer.found is not False and not works[operation]:
@@ -239,6 +246,7 @@ def _try_on_gpu(operation: str) -> None:
 
     cupy: Any = load_cupy()
     comm = MPI.COMM_WORLD
+    # Two ranks on one GPU are enough for the test.
     cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
     # A list: a rank that left out the rest after a wrong result would leave the other waiting.
     cases = product((16, 2**20), (True, False))  # short and long messages take different ways
@@ -266,6 +274,7 @@ def _is_right(comm: Any, cupy: Any, operation: str, length: int, waits: bool) ->
         "Send": ([own, other], own, first),
         "Recv": ([out[:length], other], out, first),
     }
+    # A send has two sides; all other operations are the same on both ranks.
     name = "Recv" if operation == "Send" and rank == 1 else operation
     arguments, result, expected = calls[name]
     request = getattr(comm, name if waits else f"I{name.lower()}")(*arguments)

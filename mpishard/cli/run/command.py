@@ -12,6 +12,7 @@ ScriptArgument = Annotated[
         metavar="SCRIPT [ARGS]...", help="Python script, and the arguments that it gets."
     ),
 ]
+# Both spellings of mpiexec. There is no default: a script before -n would take it for its own.
 RanksOption = Annotated[
     int | None, typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False)
 ]
@@ -36,6 +37,7 @@ def run(
     module: ModuleOption = False,
     hosts: HostsOption = "",
     oversubscribe: OversubscribeOption = False,
+    # Text, because the Path of a blank text would be the working directory.
     log_dir: Annotated[
         str | None,
         typer.Option(
@@ -54,6 +56,7 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(metavar="K", help="Restart a job that fails, at most K times.")
     ] = 0,
+    # None and not a number, because the default is that of another option.
     min_ranks: Annotated[
         int | None,
         typer.Option(

@@ -67,6 +67,7 @@ def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]
         if not (find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])):
             raise ValueError(f"-m {script}: there is no module {name}, here or on Python's path")
         return ["-m", script, *arguments]
+    # Users type `mpishard run -n 4 python train.py`, as with mpiexec.
     if re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
         if path.parent != Path() and path.parent.absolute() != Path(sys.executable).parent:
             raise ValueError(
@@ -116,6 +117,7 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
     # SLURM assigns cores to ranks at the start: init() sets the threads there.
     if settings.blas_threads_are_set() or launcher.is_slurm:
         return {}
+    # By default each rank's BLAS starts a thread for each core, and they compete.
     ranks_per_host = max((host.slots for host in hosts), default=ranks)
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
 
@@ -172,6 +174,7 @@ class Job:
         limits: RestartLimits | None = None,
         on_failure: str = "abort",
     ) -> None:
+        # Without it Python's own errors, such as that of a relative path, would name another cause.
         try:
             Path.cwd()
         except FileNotFoundError:
@@ -191,6 +194,7 @@ class Job:
         self.log_folder = None if log_folder is None else log_folder.absolute()
         self.limits = limits or RestartLimits()
         with refusing(name, errors=(MPIUnavailableError, ValueError)):
+            # -u: a rank that is killed must not take what it has printed along in a buffer.
             self.program = [sys.executable, "-u", *python_arguments(words, is_module)]
             settings.check()
             self.hosts = parse_hosts(hosts, ranks)
@@ -199,11 +203,13 @@ class Job:
             if self.log_folder is not None:
                 check_log_folder(self.log_folder)
             self.launcher = find_launcher(loaded_library())
+            # The cores of other machines are not known here.
             if not (may_oversubscribe or self.hosts or self.launcher.is_slurm):
                 _check_cores(name, ranks, self.limits.max_ranks)
             added = _thread_variables(self.launcher, ranks, self.hosts)
             if (kernel := better_kernel(loaded_kernel())) is not None:  # the user has set none
                 added["OPENBLAS_CORETYPE"] = kernel
+            # The output of ranks is a pipe, whose width they cannot ask for.
             if sys.stdout.isatty():
                 added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
             self.user_variables = {**(variables or {}), **chosen}
@@ -272,6 +278,7 @@ class Job:
 
     def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
         """Return the command line of a start."""
+        # -I and -S leave out site packages, so that an agent starts in 15 ms.
         agent = [sys.executable, "-I", "-S", str(rank_agent.__file__), self.launcher.rank_variable]
         program = [*agent, str(logs or ""), *self.program]
         return self.launcher.command(
@@ -302,6 +309,7 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
     """
     with ExitStack() as held:
         with refusing(name), refusing(name, "--log-dir: ", errors=(OSError,)):
+            # The lock comes first, so that two jobs do not move the same logs.
             held.enter_context(held_log_folder(folder))
             aside = prepare_log_folder(folder)
         if aside is not None:

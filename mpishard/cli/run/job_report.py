@@ -221,6 +221,7 @@ class JobEnd:
                     "count": sum(record.count for record in log.records),
                 }
             )
+        # The page of a run needs a reason even if the terminal has it from the ranks.
         text = " ".join(verdict.lines) or self.cause(verdict)
         return {"code": verdict.code, "text": text, "time": time.time(), "ranks": ranks}
 
@@ -290,6 +291,7 @@ class JobEnd:
         if self.world_size > 1:
             end = process.ended_at
             failed = [other for other in self.ended if self.fails(other)]
+            # Two ends within some milliseconds may be noted in another order.
             alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
             if end and len(alike) > 1:
                 how += f"; {who(alike)} ended at the same time"
@@ -338,6 +340,7 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
     if any(log.state is RankState.REPORTED for log in logs.values()):
         return Verdict(code)
     word = "interrupted (SIGINT)" if number is signal.SIGINT else f"ended by {number.name}"
+    # Ranks in the same call share an entry, so that the one in another call is seen at once.
     alike: dict[str, list[int]] = {}
     for log in logs.values():
         if log.place:

@@ -26,7 +26,9 @@ from mpishard.cli.wording import counted, refuse
 
 _SOCKET = ".resize"
 _WORD_SECONDS = 1.0
+# The request is a number and a line break; more bytes are those of another program.
 _WORD_BYTES = 32
+# Rare, because each check starts an ssh for each host.
 _HOSTS_SECONDS = 60.0
 """Time between two checks whether lost hosts answer again."""
 
@@ -69,12 +71,14 @@ def resize(
         refuse("resize", f"a job has at least one rank, got -n {ranks}")
     if not run.is_dir():
         refuse("resize", f"there is no folder {run}")
+    # The answer if the connection ends without one, because `mpishard run` was killed.
     text, code = "the job has ended", 1
     try:
         with _request_socket(run) as (connection, address):
             connection.connect(address)
             connection.sendall(f"{ranks}\n".encode())
             for line in connection.makefile():
+                # Lines without a code report the progress of the change.
                 text, code = json.loads(line)
                 if code is not None:
                     break
@@ -211,6 +215,7 @@ class Resizing:
         request = Request(0, None, self._answers.pop())
         request.ranks = min(self.wanted, self._slots(request))
         least, most = _resumable_by(logs())
+        # Saving costs time: only for more ranks than now, and if the run can resume with them.
         if not (self.ranks < request.ranks and least <= request.ranks <= most):
             return False
         self.request = request

@@ -175,6 +175,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # In a session of its own it outlives a signal to the group of this process.
             start_new_session=True,
         )
         started = time.monotonic()
@@ -194,6 +195,7 @@ class Supervisor:
         code = job.wait()
         self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)  # of the time to save
+        # The launcher may end before the agents have noted the last ends.
         processes.wait_for_all()
         for process in processes.running:  # they would write to the files of the next start
             process.send(signal.SIGKILL)
@@ -201,7 +203,9 @@ class Supervisor:
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started
+        # The second line tells the janitor that nothing is left to do.
         janitor.communicate(b"the job has ended\n")
+        # No rank has started on this machine, where all were to run.
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
             why = f"{self.launcher.program} ended with code {code}; read its messages first"
             self._not_started(0, why)
@@ -209,6 +213,7 @@ class Supervisor:
 
     def _judge(self, launcher_code: int, seconds: float) -> Outcome:
         processes, records = self._processes, records_in(self._folder)
+        # Reports of ranks that had closed their stderr.
         with suppress(OSError):  # no rank has left any
             text = (self._folder / UNSAID).read_text(errors="replace")
             sys.stderr.write(text)
@@ -232,6 +237,7 @@ class Supervisor:
         verdict = end.judge()
         if self._reason:
             verdict = Verdict(settings.EXIT_FAILURE, (self._reason,))
+        # A job that has saved after SIGTERM ends with its own code, as after SIGUSR1.
         has_saved = self._saves_since is not None and verdict.code in _SAVED
         if self.received and not has_saved:
             verdict = interrupted(self.received[0], logs)
@@ -353,6 +359,7 @@ class Supervisor:
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+        # Schedulers send SIGTERM some time before they kill, which is enough to save.
         if number == signal.SIGTERM:
             now = time.monotonic()
             savers = self._savers() if self._saves_since is None else []
@@ -405,6 +412,7 @@ class Supervisor:
                 process.send(signal.SIGUSR1)
             if not savers:  # they run on other machines
                 self._signal_job(signal.SIGUSR1)
+        # A rank in optimize(checkpoint=FOLDER) trains again: the change is complete.
         elif resizing.before and any(log.is_saving for log in self._logs().values()):
             resizing.end(f"the job continues with {counted(self.world_size, 'rank')}", 0)
 
@@ -419,6 +427,7 @@ class Supervisor:
         self._is_ending = True
 
     def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
+        # The time to save is over: now the job is ended as by any signal.
         if not self._is_ending:
             say(self.name, f"the ranks have not saved within {_SAVE_SECONDS:g} s")
             self._end(signal.SIGTERM)

@@ -73,6 +73,7 @@ def verify(
     check_start("verify", "start verify without mpirun")
     if tolerance is not None:
         with refusing("verify"):
+            # NaN would make everything different, and infinity everything equal.
             as_positive("--tolerance", tolerance)
     if target.endswith(".py"):
         names = {"strategy", "precision", "seed", *SIZES}
@@ -104,6 +105,7 @@ def _refuse_given(context: typer.Context, names: Collection[str], why: str) -> N
     """Refuse flags among ``names`` that the user has given."""
     for name in context.params:
         source = context.get_parameter_source(name)
+        # By its source, because the user may give a flag the value of its default.
         if name in names and source is not None and source.name == "COMMANDLINE":
             refuse("verify", f"--{name.replace('_', '-')} {why}")
 
@@ -115,6 +117,7 @@ def _verify_factory(job: VerifyJob) -> bool:
     folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
     # Made before training alone, because it refuses more ranks than can be started.
     started = Job("verify", [program, folder], ranks, is_module=True) if is_mpi else None
+    # The reference has printed the reason, and without it nothing can be compared.
     if _run(reference, folder):
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
@@ -126,6 +129,7 @@ def _verify_factory(job: VerifyJob) -> bool:
         _fail(where, code or 1)
     how = f"{counted(job.steps, 'step')} of {job.rule}"
     typer.echo(f"{job.target}: {where} against training alone, {how}, {found.dtype}")
+    # All steps may agree, and the job fail after them, as in shutdown.
     is_equal = _show(found)
     if code:
         _fail(where, code)
@@ -141,6 +145,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
             variables = {"MPISHARD_VERIFY": f"{steps}:{recording.folder}"}
             code = Job("verify", words, recording.ranks, variables=variables).run()
             where = f"{words[0]} on {counted(recording.ranks, 'rank')}"
+            # The script has run on one rank: that it fails on several is a difference, exit code 1.
             if code and recording is together:
                 _fail(where, code)
             if code:
@@ -177,10 +182,12 @@ def _kind_of_ranks() -> Literal["mpi", "memory"]:
     mpi = MPIInstallation.of_this_python()
     if mpi.launcher is not None:
         return "mpi"
+    # Threads run the same engine and stores, so that a comparison is still worth its time.
     say("verify", f"uses threads, because MPI cannot be started here: {mpi.error}")
     return "memory"
 
 
 def _run(module: str, folder: str) -> int:
     """Run a module in a process with this one's output, and return its exit code."""
+    # No shared state: a model may keep caches, and a factory may change its modules.
     return subprocess.run([sys.executable, "-m", module, folder], check=False).returncode

@@ -69,6 +69,7 @@ class Comparison:
         figures = [Column(name, justify="right") for name in titles]
         table = Table(*texts, *figures, box=None, pad_edge=False)
         shown = self._shown()
+        # Stable, so that parameters with equal errors keep the order of the model.
         for i in np.argsort(-shown.max(axis=(0, 1, 2)), kind="stable"):
             mine = shown[..., i]
             steps = np.flatnonzero((mine > self.tolerance).any(axis=(0, 1)))
@@ -80,6 +81,7 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the other errors, their cause if there is a difference, and the verdict."""
+        # Only a factory's comparison has these; a script's has its gradients in the table.
         others = [
             kind for kind in ("losses", "own gradients", "predictions") if kind in self.errors
         ]
@@ -135,6 +137,7 @@ def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:
         return np.inf
     if np.size(expected) == 0:
         return 0.0
+    # In float64, so that the comparison adds no rounding of its own.
     difference = np.max(np.abs(np.subtract(actual, expected, dtype=np.float64)))
     # A gradient may be 0, and its floor with it.
     scale = max(floor, float(np.max(np.abs(expected)))) or 1.0
@@ -216,10 +219,12 @@ def compare_steps(alone: Recording, together: Recording, tolerance: float | None
     errors = {kind: np.zeros((together.ranks, steps + 1, len(numbers))) for kind in _CAUSES}
     is_signal = [np.ones(whole.shape, bool) for _, _, whole in first]
     for step in range(1, steps + 1):
+        # One step at a time, because all steps of a large model would not fit into memory.
         whole = {kind: [part for _, _, part in alone.parts(kind, step)] for kind in _CAUSES}
         largest = max(float(np.abs(g).max(initial=0)) for g in whole["gradients"])
         for signal, gradient in zip(is_signal, whole["gradients"], strict=True):
             if gradient.size:
+                # For good, because all later values of the element have this noise in them.
                 signal[...] &= np.abs(gradient) >= 10 * limit * largest
         for kind, rank in product(_CAUSES, range(together.ranks)):
             for name, own, part in together.parts(kind, step, rank):
@@ -229,6 +234,7 @@ def compare_steps(alone: Recording, together: Recording, tolerance: float | None
                     error = relative_error(part, expected, largest)
                 else:
                     error = relative_error(part[keep], expected[keep])
+                # A rank may have several parts of one parameter.
                 at[i] = max(at[i], error)
     return Comparison(
         # Names of further models in one optimizer keep a number.
