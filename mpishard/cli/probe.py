@@ -52,12 +52,12 @@ class Answer:
         """Reason of the failure, in one line."""
         if self.code is None:
             return f"it did not end within {self.limit:g} s"
-        said = [line.strip() for line in (self.err or self.out).splitlines()]
+        lines = [line.strip() for line in (self.err or self.out).splitlines()]
         # Launchers draw frames of other characters around their messages.
-        said = [line for line in said if any(letter.isalnum() for letter in line)]
+        lines = [line for line in lines if any(letter.isalnum() for letter in line)]
         if self.code < 0:
             return f"signal {-self.code} ({signal.strsignal(-self.code)}) ended it"
-        return said[-1] if said else f"it ended with exit code {self.code}"
+        return lines[-1] if lines else f"it ended with exit code {self.code}"
 
 
 def answer_line(found: Any) -> str:
@@ -97,11 +97,11 @@ def ask_all(
     """
     started: dict[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]] = {}
     codes: dict[subprocess.Popen[bytes], int] = {}
-    with ExitStack() as held:
+    with ExitStack() as files:
         try:
             for command in commands:
                 # Files and not pipes: a child that a program leaves behind would hold a pipe open.
-                out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
                 program = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from mpishard.cli.run.command import (
     RanksOption,
     ScriptArgument,
 )
-from mpishard.cli.run.job import Job
+from mpishard.cli.run.job import RunJob
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, given_path, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
@@ -59,7 +59,7 @@ def run(
     made = given_path("trace run", "--output", output)
     folder = made.absolute()
     # Before the folder is emptied: a job that is refused must keep the older trace.
-    job = Job(
+    job = RunJob(
         "trace run",
         [script, *context.args],
         ranks,

@@ -22,7 +22,7 @@ _KILLED = "its file has no end: the process was killed, or still runs"
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class TraceEnd:
     """The end of one rank's trace.
 
     Parameters
@@ -75,7 +75,7 @@ class JobTrace:
         self.job: str = about["job"]
         own = [lines.about for lines in self._files]
         self.ranks: list[dict[str, Any]] = about["ranks"] if self._is_merged else own
-        self.endings: dict[int, Ending] = {}
+        self.endings: dict[int, TraceEnd] = {}
 
     @property
     def world_size(self) -> int:
@@ -97,7 +97,7 @@ class JobTrace:
                 raise ValueError(f"{merged.path} is torn: its end is missing; merge it again")
             # The merged file has the ends that were found when it was made.
             for end in merged.end["ranks"]:
-                self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
+                self.endings[end["rank"]] = TraceEnd(end["reason"], end["until_us"], end["dropped"])
             return
         for about, lines in zip(self.ranks, self._files, strict=True):
             until = start = about["start_us"]
@@ -109,7 +109,7 @@ class JobTrace:
                     until = max(until, event["ts"] + event["dur"])
                 yield event
             end = lines.end or {"reason": _KILLED, "dropped": 0}
-            self.endings[about["rank"]] = Ending(end["reason"], until, end["dropped"])
+            self.endings[about["rank"]] = TraceEnd(end["reason"], until, end["dropped"])
 
 
 def open_trace(path: str | os.PathLike[str]) -> JobTrace:

@@ -128,7 +128,7 @@ def test_srun_inside_an_allocation_only(bare_path, monkeypatch):
     assert {"--nodelist=n1,n2", "--nodes=2"} < set(command)
     assert "--export=ALL" in command
     assert command[-2:] == ["python", "a.py"]
-    with pytest.raises(ValueError, match="--hosts n1:1,n2:3: inside SLURM srun deals the ranks"):
+    with pytest.raises(ValueError, match="--hosts n1:1,n2:3: inside SLURM srun distributes"):
         launcher.command(4, ["p"], hosts=[Host("n1", 1), Host("n2", 3)])
 
 

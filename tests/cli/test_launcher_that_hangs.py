@@ -52,4 +52,4 @@ def test_it_is_ended(ends, code, monkeypatch):
     program = LAUNCHER.replace("PMI_RANK", launcher.rank_variable).replace("*AGENT", f"*{agent}")
     command, size = [sys.executable, "-c", program, *ends], len(ends)
     job = Supervisor("test", launcher, command, size, Resizing(size, size, size))
-    assert job.run(os.environ).verdict.code == code
+    assert job.run(os.environ).result.code == code

@@ -67,4 +67,4 @@ def test_each_start_of_the_job_is_told(monkeypatch, tmp_path):
     launcher = Launcher(Path("mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
     for _ in range(2):
         supervisor = Supervisor("run", launcher, command, 1, Resizing(1, 1, 1), log_folder=tmp_path)
-        assert supervisor.run(variables).verdict.code == 0
+        assert supervisor.run(variables).result.code == 0

@@ -120,7 +120,7 @@ def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
     assert said.rstrip().endswith("give fewer"), "verify has no such option"
     started: list[int] = []
     monkeypatch.setattr(
-        "mpishard.cli.run.job.Job.run",
+        "mpishard.cli.run.job.RunJob.run",
         lambda self: started.append(self.ranks) or 0,
     )
     for words in (["-n", str(many - 1)], ["-n", str(many), "--oversubscribe"]):

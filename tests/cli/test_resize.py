@@ -18,7 +18,7 @@ from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import resizing as resizing_module
 from mpishard.cli.run import restarts as module
-from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.job_report import JobResult, Outcome
 from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.notice import Notice
@@ -31,7 +31,7 @@ HOSTS = [Host("a", 2), Host("b", 2)]
 
 
 def ended(code, cause="the cause"):
-    return Outcome(Verdict(code, (cause,) if code else ()), cause, True, 5.0)
+    return Outcome(JobResult(code, (cause,) if code else ()), cause, True, 5.0)
 
 
 SAVED = ended(settings.EXIT_PREEMPTED, "saved")

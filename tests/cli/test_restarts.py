@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
-from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.job_report import JobResult, Outcome
 from mpishard.cli.run.launcher import Host, Launcher, MPILibrary
 from mpishard.cli.run.restarts import RestartLimits, Restarts
 from mpishard.cli.run.supervisor import Supervisor
@@ -21,10 +21,10 @@ LINE = "rank 1 (process 4711) was killed by signal 9 (SIGKILL)"
 
 def failed(code=137, lines=(LINE,), *, seconds=5.0, called_init=True, logs=None):
     cause = lines[-1] if lines else f"the job ended with code {code}, as rank 1 reported"
-    return Outcome(Verdict(code, tuple(lines)), cause, called_init, seconds, logs)
+    return Outcome(JobResult(code, tuple(lines)), cause, called_init, seconds, logs)
 
 
-WELL = Outcome(Verdict(0), "", True, 5.0)
+WELL = Outcome(JobResult(0), "", True, 5.0)
 
 
 class Told:
@@ -93,8 +93,8 @@ def test_without_restarts_nothing_is_added(told):
 def test_no_failures(told, end):
     job = told(failed(), end, most=5)
     assert len(job.starts) == 2
-    assert job.code == end.verdict.code
-    assert job.lines[1:] == list(end.verdict.lines)
+    assert job.code == end.result.code
+    assert job.lines[1:] == list(end.result.lines)
 
 
 @pytest.mark.parametrize("code", [1, 2, 9, 124, 137, 143, 255])

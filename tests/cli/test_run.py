@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
-from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.job_report import JobResult, Outcome
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.supervisor import Supervisor
 
@@ -326,7 +326,7 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
 
     def supervise(supervisor, environment):
         commands.append((supervisor.command, environment))
-        return Outcome(Verdict(0), "", True, 1.0)
+        return Outcome(JobResult(0), "", True, 1.0)
 
     library = MPILibrary("Open MPI v5.0.11")
     monkeypatch.setattr(jobs, "loaded_library", lambda: library)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpishard.cli.run import supervisor as module
-from mpishard.cli.run.job_report import Verdict
+from mpishard.cli.run.job_report import JobResult
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.logs import CALLS, ENDED
 from mpishard.cli.run.notice import Notice
@@ -147,8 +147,8 @@ def test_a_job_ends_as_it_has_if_its_logs_cannot_tell(tmp_path, capsys):
     supervisor._folder = tmp_path / CALLS
     supervisor._processes = RankProcesses(supervisor._folder, 2)
     (tmp_path / ENDED).mkdir()  # not writable, as on a full disk
-    assert supervisor._judge(0, 1.0).verdict == Verdict(0)
+    assert supervisor._judge(0, 1.0).result == JobResult(0)
     assert capsys.readouterr().err == (
-        "mpishard run: --log-dir: the logs do not tell how the job ended: "
+        "mpishard run: --log-dir: the logs do not say how the job ended: "
         f"[Errno 21] Is a directory: '{tmp_path / ENDED}'\n"
     )

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
-from mpishard.cli.run.job_report import JobEnd, Verdict
+from mpishard.cli.run.job_report import JobEnd, JobResult
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start, prepare_log_folder
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.cli.watch import RunState
@@ -144,13 +144,13 @@ def test_the_end_of_a_job_stays(tmp_path):
     pages = page_of(tmp_path, 0, RankState.LEFT), page_of(tmp_path, 1)
     logs = RankLogs.of_job(records_in(tmp_path / CALLS))
     ended = [RankProcess(1, 17, 16, exit_code=-9)]
-    verdict = Verdict(137, ("rank 1 was killed by signal 9 (SIGKILL)",))
+    verdict = JobResult(137, ("rank 1 was killed by signal 9 (SIGKILL)",))
     end = JobEnd(2, 137, logs, ended)
     (tmp_path / ENDED).write_text(json.dumps(end.summary(verdict)))
     now = RunState(tmp_path, tmp_path).now()
     assert (now["ended"]["code"], now["ended"]["text"]) == (137, verdict.lines[0])
     preempted = [RankProcess(1, 17, 16, exit_code=75)]
-    text = JobEnd(2, 75, logs, preempted).summary(Verdict(75, ()))["text"]
+    text = JobEnd(2, 75, logs, preempted).summary(JobResult(75, ()))["text"]
     assert text == "the job saved and ended, as requested (exit code 75)"
     assert not now["is_running"]
     states = [(r["kind"], r["state"]) for r in now["ranks"]]

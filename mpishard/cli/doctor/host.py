@@ -29,7 +29,7 @@ _LIMITS = "sudo tee -a /etc/security/limits.conf  # then log in again"
 # ------------------------------------------------------------------------- Python and this machine
 
 
-def look_at_host() -> Iterator[Finding]:
+def examine_host() -> Iterator[Finding]:
     """Yield the two installations, settings, cores, memory, and the limits of the shell."""
     version, number = platform.python_version(), installed_version("mpishard")
     folder = str(Path(mpishard.__file__).parent)
@@ -120,7 +120,7 @@ Rates = dict[str, dict[str, float]]
 """Threads -> dtype -> GFLOP/s."""
 
 
-def look_at_numpy(quick: bool) -> Iterator[Finding]:
+def examine_numpy(quick: bool) -> Iterator[Finding]:
     """Yield BLAS, kernels, threads and, unless ``quick``, the speed of products."""
     fix = None
     answer = _ask_blas(measures=not quick)
@@ -223,7 +223,7 @@ answer({"library": found and [found.version, found.path], "reason": reason_for_n
 """
 
 
-def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
+def examine_bfloat16(quick: bool) -> Iterator[Finding]:
     """Yield whether bfloat16 is faster here than float32, if the processor multiplies it."""
     name, unit = "numpy.bfloat16", processor_has_unit()
     # Without the unit bfloat16 saves memory alone, and no command changes that.
@@ -249,7 +249,7 @@ def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
     yield Finding(name, text, found, fix)
 
 
-def look_at_numba() -> Iterator[Finding]:
+def examine_numba() -> Iterator[Finding]:
     """Yield whether the installed numba compiles loops; nothing if it is not installed."""
     number, fix = installed_version("numba"), None
     if number is None:
@@ -276,7 +276,7 @@ NEEDED_BYTES = 64 * 2**20
 _MOST_NAMED = 20
 
 
-def look_at_shared_memory() -> Iterator[Finding]:
+def examine_shared_memory() -> Iterator[Finding]:
     """Yield findings about the folder /dev/shm, and files of killed jobs in it."""
     if not SHARED_MEMORY.is_dir():
         return

@@ -35,7 +35,7 @@ _LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
 _VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
 
 
-def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
+def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield the end of a job of two ranks, its thread level, and the memory that they share.
 
     Nothing without a launcher, or with settings that ranks refuse: other findings say so.
@@ -97,7 +97,7 @@ answer({"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersi
 """
 
 
-def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
+def examine_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
     """Yield GPUs, CuPy and, unless ``quick``, the MPI operations that work on GPU memory.
 
     Nothing on a machine without a driver and without CuPy.
@@ -128,8 +128,8 @@ def _driver() -> Finding | None:
         fix = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
         return Finding(name, text, None, fix)
     # No field of --query-gpu has the version of CUDA: it stands in the table for people.
-    said = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
-    cuda = int(said[1]) if said else 12
+    version = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
+    cuda = int(version[1]) if version else 12
     visible = settings.visible_gpus()
     chosen = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"
     number = gpus[0].rpartition(",")[2].strip()
@@ -191,11 +191,11 @@ def _cuda_aware(launcher: Launcher) -> Finding:
             how = f"fails ({shortened(why_it_failed(answer, command).text, 60)})"
         texts.append(f"{operation} {how}")
     text = f"on GPU memory: {', '.join(texts)}"
-    is_able, is_told = works[_HANDED_OVER], settings.cuda_aware()
-    if is_told and not is_able:
+    is_able, is_set = works[_HANDED_OVER], settings.cuda_aware()
+    if is_set and not is_able:
         text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
         fix = "unset MPISHARD_CUDA_AWARE"
-    elif is_able and not is_told:
+    elif is_able and not is_set:
         text += "; without MPISHARD_CUDA_AWARE=1 mpishard copies through host memory"
         fix = "export MPISHARD_CUDA_AWARE=1"
     else:

@@ -37,7 +37,7 @@ _KNOWN = (
     (r"attempt to run as root|--allow-run-as-root",
      Cause("Open MPI's launcher refuses to run as root", _ALLOW_ROOT)),
     (r"Invalid MPI (plugin|type)|cannot find mpi plugin",
-     Cause("srun does not have the plugin that it was told to use", "unset SLURM_MPI_TYPE")),
+     Cause("srun does not have the plugin that its settings name", "unset SLURM_MPI_TYPE")),
     (r"Requested nodes are busy|step creation temporarily disabled|Unable to create step",
      Cause("SLURM has no cores left for another job step: this shell is a step that holds them",
            "export SLURM_OVERLAP=1")),
@@ -58,15 +58,15 @@ _KNOWN = (
 
 def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
     """Return the likeliest cause; if none is known, the message of the job and its ``command``."""
-    said = answer.out + answer.err
+    output = answer.out + answer.err
     free = free_bytes()
     # A crash has many causes. With too little shared memory this one is likely.
     is_small = free is not None and free < NEEDED_BYTES
-    if _NO_MEMORY.search(said) or (is_small and _CRASHED.search(said)):
+    if _NO_MEMORY.search(output) or (is_small and _CRASHED.search(output)):
         text = "the MPI library exchanges data of a machine's ranks in /dev/shm, which is full, or "
         return Cause(f"{text}where it may not write", larger_folder())
     for pattern, cause in _KNOWN:
-        if re.search(pattern, said):
+        if re.search(pattern, output):
             return cause
     text = answer.reason
     if answer.code is not None:
@@ -83,7 +83,7 @@ _REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4
 _PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|lam)")
 
 
-def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
+def examine_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield mpi4py with its library, and the launcher, if one is wrong."""
     has_slurm = settings.is_slurm_allocation()
     bindings, started_by = installed_version("mpi4py"), settings.launcher_variable()
@@ -146,7 +146,7 @@ def _first_on_path(mpi: MPIInstallation, wanted: MPIFamily | None) -> Iterator[F
 # ------------------------------------------------------------------------------------------ SLURM
 
 
-def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
+def examine_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield whether srun is there inside an allocation, and has a plugin for the MPI library."""
     job, srun = settings.slurm_job(), shutil.which("srun")
     if srun is None and job is not None:
@@ -181,8 +181,8 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
     # SLURM_MPI_TYPE comes first, then the default of the site.
     taken, program = settings.slurm_plugin(), shutil.which("scontrol")
     if not taken and program:
-        said = ask([program, "show", "config"], _LIMIT_SECONDS).out
-        default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
+        config = ask([program, "show", "config"], _LIMIT_SECONDS).out
+        default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
         taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
     text, fix = f"srun has {', '.join(plugins)}", None

@@ -99,11 +99,11 @@ def run(
     `mpishard resize` changes the number of ranks of a job with --log-dir.
     """
     # Here, because they import NumPy and the communication room, and --help needs neither.
-    from mpishard.cli.run.job import Job
+    from mpishard.cli.run.job import RunJob
     from mpishard.cli.run.restarts import RestartLimits
     from mpishard.cli.wording import given_path
 
-    job = Job(
+    job = RunJob(
         "run",
         [script, *context.args],
         ranks,

@@ -22,7 +22,7 @@ from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_libr
 from mpishard.cli.run.logs import (
     check_log_folder,
     folder_of_start,
-    held_log_folder,
+    locked_log_folder,
     prepare_log_folder,
 )
 from mpishard.cli.run.rank_processes import can_be_watched
@@ -122,7 +122,7 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
 
 
-class Job:
+class RunJob:
     """A program on ranks, its environment, its machines and its restarts.
 
     All that a command asks of it is checked when it is made, and nothing is started.
@@ -220,13 +220,13 @@ class Job:
             self.passed_on = tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere]))
             # The first line names the variables that differ from the user's own environment,
             # except the width of the terminal, which changes no result.
-            told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
+            shown = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
             slots = sum(host.slots for host in self.hosts)
             if self.hosts and (self.limits.max_ranks or 0) > slots:
                 most = self.limits.max_ranks
-                told.append(f"--max-ranks {most} is above the {slots} slots of --hosts")
+                shown.append(f"--max-ranks {most} is above the {slots} slots of --hosts")
             whom = f"{counted(ranks, 'rank')} of {self.launcher.library}"
-            self.announcement = ", ".join([whom, f"started by {self.launcher.program}", *told])
+            self.announcement = ", ".join([whom, f"started by {self.launcher.program}", *shown])
             self.command(ranks, self.hosts)  # some launchers have none for these machines
 
     def run(self) -> int:
@@ -266,14 +266,16 @@ class Job:
             variables["MPISHARD_MAX_RESTARTS"] = f"{self.limits.most}"
             return supervisor.run({**self.environment, **variables})
 
-        told = partial(say, self.name)
-        restarts = Restarts(start, told, self.ranks, may_lose, find_lost, self.limits, received)
-        with ExitStack() as held:
+        print_line = partial(say, self.name)
+        restarts = Restarts(
+            start, print_line, self.ranks, may_lose, find_lost, self.limits, received
+        )
+        with ExitStack() as stack:
             if folder is not None:
-                held.enter_context(own_log_folder(self.name, folder))
+                stack.enter_context(own_log_folder(self.name, folder))
                 if can_be_watched():
                     with suppress(OSError):  # a file system without sockets
-                        held.enter_context(restarts.resizing.listens(folder))
+                        stack.enter_context(restarts.resizing.listens(folder))
             return restarts.run()
 
     def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
@@ -307,10 +309,10 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
     typer.Exit
         With code 2, before the block, after the command ``name`` has printed the reason.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with refusing(name), refusing(name, "--log-dir: ", errors=(OSError,)):
             # The lock comes first, so that two jobs do not move the same logs.
-            held.enter_context(held_log_folder(folder))
+            stack.enter_context(locked_log_folder(folder))
             aside = prepare_log_folder(folder)
         if aside is not None:
             say(name, f"moved the logs of an earlier job to {aside}")

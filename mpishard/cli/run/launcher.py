@@ -221,8 +221,8 @@ class Launcher:
         if self.is_slurm:
             if hosts and not are_even:
                 raise ValueError(
-                    f"--hosts {with_slots}: inside SLURM srun deals the ranks to the nodes; give "
-                    "names alone, or an allocation of --ntasks-per-node"
+                    f"--hosts {with_slots}: inside SLURM srun distributes the ranks to the nodes; "
+                    "give names alone, or an allocation of --ntasks-per-node"
                 )
             options = ["-n", f"{world_size}", "--export=ALL"]
             # Without these srun lets the other ranks wait, and asks for a second Ctrl-C.

@@ -65,7 +65,7 @@ def check_log_folder(folder: Path) -> None:
 
 
 @contextmanager
-def held_log_folder(folder: Path) -> Iterator[None]:
+def locked_log_folder(folder: Path) -> Iterator[None]:
     """Make ``folder``, and lock it against other jobs during the block.
 
     The lock file stays. If it were removed, two jobs could each lock a file of that name.
@@ -126,7 +126,7 @@ _ENDS = {
     RankState.RUNNING: "ended without leaving",
     RankState.LEAVING: "ended while it waited for the others to leave",
     RankState.LEFT: "left",
-    RankState.REPORTED: "said why the job ends",
+    RankState.REPORTED: "reported why the job ends",
 }
 """Last state of a process -> description of its end."""
 

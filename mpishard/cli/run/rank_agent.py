@@ -224,9 +224,9 @@ def _copy(log: int, targets: dict[int, int]) -> None:
     outputs = {target: _Output(target) for target in targets.values()}
     to_log = _Output(log)
     while targets:
-        is_held = any(output.held for output in outputs.values())
+        is_incomplete = any(output.incomplete for output in outputs.values())
         # One event at a time, because together their order would be that of the descriptors.
-        events = waiting.poll(_LINE_SECONDS if is_held else None, maxevents=1)
+        events = waiting.poll(_LINE_SECONDS if is_incomplete else None, maxevents=1)
         for source, event in events:
             output = outputs[targets[source]]
             for other in outputs.values():
@@ -253,19 +253,19 @@ class _Output:
 
     def __init__(self, handle: int) -> None:
         self.error: OSError | None = None
-        self.held = b""
+        self.incomplete = b""
         self._handle = handle
 
     def write_lines(self, data: bytes) -> None:
-        """Write whole lines and hold the rest: launchers mix the pieces of several ranks."""
-        data = self.held + data
+        """Write whole lines and keep the rest: launchers mix the output of several ranks."""
+        data = self.incomplete + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        self.held = data[end:]
+        self.incomplete = data[end:]
         self.write(data[:end])
 
     def flush(self) -> None:
-        """Write the rest that is held."""
-        data, self.held = self.held, b""
+        """Write the incomplete line."""
+        data, self.incomplete = self.incomplete, b""
         self.write(data)
 
     def write(self, data: bytes) -> None:

@@ -145,7 +145,7 @@ class Restarts:
             most = min(self.limits.max_ranks or self.ranks, slots)
             self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
             outcome = self.start(number - 1, ranks, hosts)
-            lines, code = outcome.verdict.lines, outcome.verdict.code
+            lines, code = outcome.result.lines, outcome.result.code
             # A change of ranks is no failure: it takes no restart away, and needs no pause.
             if (change := self._change(outcome)) is not None:
                 ranks, lost, text = change
@@ -195,11 +195,11 @@ class Restarts:
             logs = "" if first.logs is None else f" (logs: {first.logs})"
             text = f"the job failed for good, after {counted(len(failures) - 1, 'restart')}"
             self.say(f"{text}; root cause, in {which}: {first.cause}{logs}")
-        return failures[-1].verdict.code
+        return failures[-1].result.code
 
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
         """Return ranks, lost hosts and a message if the job continues with other ranks."""
-        resizing, code = self.resizing, outcome.verdict.code
+        resizing, code = self.resizing, outcome.result.code
         request, now, before = resizing.request, resizing.ranks, resizing.before
         if request is None:
             return None

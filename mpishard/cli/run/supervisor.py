@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from mpishard.base import settings
-from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
+from mpishard.cli.run.job_report import JobEnd, JobResult, Outcome, interrupted
 from mpishard.cli.run.launcher import Launcher
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs
 from mpishard.cli.run.notice import notice
@@ -234,23 +234,23 @@ class Supervisor:
             hosts=() if self.launcher.is_slurm else self.hosts,
             survives=self.survives,
         )
-        verdict = end.judge()
+        result = end.judge()
         if self._reason:
-            verdict = Verdict(settings.EXIT_FAILURE, (self._reason,))
+            result = JobResult(settings.EXIT_FAILURE, (self._reason,))
         # A job that has saved after SIGTERM ends with its own code, as after SIGUSR1.
-        has_saved = self._saves_since is not None and verdict.code in _SAVED
+        has_saved = self._saves_since is not None and result.code in _SAVED
         if self.received and not has_saved:
-            verdict = interrupted(self.received[0], logs)
+            result = interrupted(self.received[0], logs)
         if self.log_folder is not None:
             try:
-                for rank, log in logs.items() if verdict.code else ():
+                for rank, log in logs.items() if result.code else ():
                     path = self.log_folder / f"rank-{rank}.calls.txt"
                     path.write_text(log.text(), encoding="utf-8")
-                text = json.dumps(end.summary(verdict))  # for `mpishard watch`
+                text = json.dumps(end.summary(result))  # for `mpishard watch`
                 (self.log_folder / ENDED).write_text(text, encoding="utf-8")
             except OSError as error:  # a full disk: the job has ended as it has
-                say(self.name, f"--log-dir: the logs do not tell how the job ended: {error}")
-        return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
+                say(self.name, f"--log-dir: the logs do not say how the job ended: {error}")
+        return Outcome(result, end.cause(result), end.called_init, seconds, self.log_folder)
 
     # ------------------------------------------------------------------------------------ watching
 
@@ -348,7 +348,7 @@ class Supervisor:
     def _handle_signals(self) -> None:
         handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
             **dict.fromkeys(_FORWARDED, self._forward),
-            signal.SIGQUIT: self._ask,
+            signal.SIGQUIT: self._request_reports,
             signal.SIGUSR1: self._give_notice,
         }
         signal.signal(signal.SIGALRM, self._after_grace)
@@ -437,7 +437,7 @@ class Supervisor:
         for process in self._processes.running:
             process.send(signal.SIGKILL)
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+    def _request_reports(self, _number: int, _frame: FrameType | None) -> None:
         """Make the ranks of this machine report what they do. The job continues."""
         running = self._processes.running
         # SIGQUIT would end a process without a handler, such as a rank before init.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from mpishard.base import as_positive, settings
-from mpishard.cli.run.job import Job
+from mpishard.cli.run.job import RunJob
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
@@ -111,16 +111,16 @@ def _refuse_given(context: typer.Context, names: Collection[str], why: str) -> N
 
 
 def _verify_factory(job: VerifyJob) -> bool:
-    """Train alone and on the ranks, print the comparison, and tell whether they agree."""
+    """Train alone and on the ranks, print the comparison, and return True if they agree."""
     job.write(job)
     reference, program = (f"{__package__}.{name}" for name in ("reference", "ranks"))
     folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
     # Made before training alone, because it refuses more ranks than can be started.
-    started = Job("verify", [program, folder], ranks, is_module=True) if is_mpi else None
+    started = RunJob("verify", [program, folder], ranks, is_module=True) if is_mpi else None
     # The reference has printed the reason, and without it nothing can be compared.
     if _run(reference, folder):
         raise typer.Exit(2)
-    job = VerifyJob.read(job.folder)  # which the reference has settled
+    job = VerifyJob.read(job.folder)  # the reference has completed it
     code = _run(program, folder) if started is None else started.run()
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     where = f"{job.strategy}{job.mesh} on {whom}"
@@ -137,16 +137,16 @@ def _verify_factory(job: VerifyJob) -> bool:
 
 
 def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: float | None) -> bool:
-    """Run a script on one rank and on ``ranks``, print a comparison, and tell if they agree."""
+    """Run a script on one rank and on ``ranks``; print a comparison, return True if they agree."""
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
-        alone, together = (Recording(Path(folder, f"{i}"), n) for i, n in enumerate((1, ranks)))
-        for recording in (alone, together):
+        alone, on_ranks = (Recording(Path(folder, f"{i}"), n) for i, n in enumerate((1, ranks)))
+        for recording in (alone, on_ranks):
             recording.folder.mkdir()
             variables = {"MPISHARD_VERIFY": f"{steps}:{recording.folder}"}
-            code = Job("verify", words, recording.ranks, variables=variables).run()
+            code = RunJob("verify", words, recording.ranks, variables=variables).run()
             where = f"{words[0]} on {counted(recording.ranks, 'rank')}"
             # The script has run on one rank: that it fails on several is a difference, exit code 1.
-            if code and recording is together:
+            if code and recording is on_ranks:
                 _fail(where, code)
             if code:
                 refuse("verify", f"{where} ended with exit code {code}: see above")
@@ -157,7 +157,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
                     "of mpishard is verified by a factory, as file.py:factory",
                 )
         try:
-            found = compare_steps(alone, together, tolerance)
+            found = compare_steps(alone, on_ranks, tolerance)
         except ValueError as error:
             typer.echo(f"DIFFERENT: {error}")
             return False
@@ -171,7 +171,7 @@ def _fail(where: str, code: int) -> NoReturn:
 
 
 def _show(found: Comparison) -> bool:
-    """Print a comparison, and tell whether all agree."""
+    """Print a comparison, and return True if all agree."""
     show(found.table())
     typer.echo("\n".join(found.lines()))
     return found.is_equal

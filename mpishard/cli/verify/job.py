@@ -70,7 +70,7 @@ class VerifyJob:
 
     @property
     def data_size(self) -> int:
-        """Number of ranks, or groups of ranks, among which a batch is dealt."""
+        """Number of ranks, or of groups of ranks, that divide a batch among them."""
         return self.sizes[-1]
 
     def options(self, problem: Problem) -> dict[str, Any]:
