@@ -1,4 +1,4 @@
-"""``mpishard doctor``: the machine, NumPy, shared memory, made up; and one whole report."""
+"""``mpishard doctor``: findings on simulated machines, and one whole report of this one."""
 
 import json
 import os
@@ -67,7 +67,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", ["group", "elsewhere", "deaf"])
-def test_what_takes_too_long_ends_with_all_that_it_started(monkeypatch, tmp_path, kind):
+def test_a_program_past_its_limit_ends_with_its_children(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(doctor_probe, "_GRACE_SECONDS", 0.3 if kind == "deaf" else 30)
     for limit in (1, 5, 25):  # busy machines take long to start a program
         answer = ask(python_command(CHILD, kind, str(tmp_path)), limit)
@@ -99,7 +99,7 @@ def test_a_probe_is_outside_the_launchers_job(monkeypatch):
     assert ask(python_command(code), 30, {"MPICH_NO_LOCAL": None}).found == [None, None, None]
 
 
-def test_what_raises_is_a_finding():
+def test_an_exception_becomes_a_finding():
     def look():
         yield Finding("host.python", "3")
         raise ZeroDivisionError("oh")
@@ -142,7 +142,7 @@ def write(folder, files):
         (folder / name).write_text(text + "\n")
 
 
-def test_fewer_cores_than_threads_would_think(monkeypatch):
+def test_a_core_quota_below_the_cores_is_a_note(monkeypatch):
     monkeypatch.setattr(doctor_host, "core_quota", lambda: 2.5)
     monkeypatch.setattr(doctor_host, "usable_cores", lambda: 8)
     found = by_name(doctor_host.examine_host())["host.cores"]
@@ -202,7 +202,7 @@ def test_libraries_are_named_when_a_product_crashes(answers):
 
 
 @pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (95, OK), (180, OK)])
-def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers):
+def test_threads_that_compete_for_cores(all_threads, verdict, monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "better_kernel", lambda kernel: None)
     measured = {"1": {"float32": 101, "float64": 46}}
     measured["2"] = {"float32": all_threads, "float64": all_threads}
@@ -369,7 +369,7 @@ def test_json_counts():
     assert summary([]) == "0 problems, 0 notes"
 
 
-def test_one_rank_speaks_under_a_launcher(monkeypatch):
+def test_only_the_first_rank_reports_under_a_launcher(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "1")
     result = CliRunner().invoke(app, ["doctor"])

@@ -1,4 +1,4 @@
-"""``mpishard doctor``: what it makes of MPI, GPUs and SLURM, most of them made up."""
+"""``mpishard doctor``: findings about MPI, GPUs and SLURM, most of them simulated."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def by_name(findings):
 # ---------------------------------------------------------------------------------------------- MPI
 
 
-def test_a_strangers_launcher_first_on_path(programs):
+def test_the_launcher_of_another_mpi_first_on_path(programs):
     stranger = programs("mpiexec", OPEN_MPI_SAYS)
     own = Path("/opt/mpich/bin/mpiexec")
     found = by_name(examine_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))

@@ -1,4 +1,4 @@
-"""Who is named for the end of a job, and its exit code, from what launchers say of it."""
+"""Exit code of a job and the rank that is named, for the ends that launchers report."""
 
 import dataclasses
 import re
@@ -99,7 +99,7 @@ def test_code_of_the_first_that_failed_under_open_mpi(launcher_code, status, cod
     assert words in result.lines[0]
 
 
-def test_those_that_the_launcher_ended_for_an_abort_are_not_blamed():
+def test_ranks_that_the_launcher_ended_after_an_abort_are_not_blamed():
     # MPI_Abort(5): Hydra kills the rank that called it together with the others.
     assert job(5, (0, KILLED), (1, KILLED), (2, KILLED)).judge() == JobResult(5)
     # Open MPI lets it end by itself, at times after others.
@@ -108,7 +108,7 @@ def test_those_that_the_launcher_ended_for_an_abort_are_not_blamed():
     assert result.lines[0].startswith("rank 1 ")
 
 
-def test_a_report_stands():
+def test_the_report_of_a_rank_counts():
     states = {1: (RankState.REPORTED, 1)}
     ends = (0, KILLED), (2, KILLED), (1, 1)
     assert job(1, *ends, states=states).judge() == JobResult(1)
@@ -127,7 +127,7 @@ def test_a_report_stands():
         (KILLED, 137, "was killed by signal 9"),
     ],
 )
-def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, words):
+def test_a_rank_that_others_report_as_gone_is_named_with_its_end(status, code, words):
     states = {1: (RankState.REPORTED, 0)}
     ends = (0, status), (2, TERMINATED), (1, 1)
     result = job(1, *ends, states=states, is_hydra=False).judge()
@@ -139,7 +139,7 @@ def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, w
     assert job(1, *ends, states=states, is_hydra=False, is_local=False).judge() == JobResult(1)
 
 
-def test_a_signal_to_the_command_is_told_where_no_rank_does():
+def test_a_signal_to_the_command_is_reported_if_no_rank_reports_it():
     records = {0: record_of(0), 1: record_of(1), 2: record_of(2, calls=3, waits=3)}
     result = interrupted(signal.SIGINT, RankLogs.of_job(records.values()))
     assert result.code == 130
@@ -175,7 +175,7 @@ def test_before_and_in_init():
     assert "before any collective" in job(9, (2, KILLED), records=records).judge().lines[0]
 
 
-def test_hydra_breaks_where_a_rank_is_killed_that_it_is_answering():
+def test_hydra_breaks_if_a_rank_is_killed_in_init():
     records = {rank: record_of(rank, RankState.STARTED) for rank in (1, 2)}
     result = job(255, (2, KILLED), (1, KILLED), records=records).judge()
     assert result.code == 137
@@ -207,7 +207,7 @@ def test_machines_that_cannot_be_reached():
     assert job(255, states=states, hosts=hosts, is_local=False).judge() == JobResult(255)
 
 
-def test_those_that_others_waited_for_in_init_are_named():
+def test_ranks_that_never_came_to_init_are_named():
     records = {0: record_of(0, RankState.REPORTED, 124)}
     result = job(124, (1, ENDED), (0, 124), (2, KILLED), records=records).judge()
     assert result.code == 124
@@ -223,8 +223,8 @@ def test_a_rank_that_is_killed_before_init_is_named():
     assert job(0, (1, ENDED), records={}).judge() == JobResult(0)
 
 
-def test_a_launcher_that_breaks_by_itself_is_named():
-    """As it does if the output of the ranks cannot be written: the disk is full."""
+def test_a_launcher_that_fails_by_itself_is_named():
+    """As if the disk is full, and the launcher cannot write the output of the ranks."""
     line = "no rank failed, and mpiexec ended with code 255: its messages say why"
     assert job(255, (0, ENDED)).judge().lines != (line,)  # that rank left the others alone
     assert job(255).judge() == JobResult(255, (line,))
@@ -238,7 +238,7 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
     assert (result.code, result.lines) == (1, ("ranks 0-2 ended without leaving",))
 
 
-def test_a_world_of_one_may_end_as_it_likes():
+def test_a_world_of_one_may_end_without_leaving():
     one = JobEnd(
         1, 0, RankLogs.of_job([record_of(0, world_size=1)]), [RankProcess(0, 4000, 3000, ENDED)]
     )
@@ -296,7 +296,7 @@ class TestSeveralWorldsOfOneProcess:
     def two(self, first, second):
         return RankLogs((record_of(2, first), record_of(0, second, calls=3, world_number=1)))
 
-    def test_a_rank_has_left_where_it_left_all(self):
+    def test_a_rank_has_left_if_it_left_all_worlds(self):
         left, running = RankState.LEFT, RankState.RUNNING
         assert self.two(left, left).state is left
         assert self.two(running, left).state is running
@@ -325,7 +325,7 @@ class TestSeveralWorldsOfOneProcess:
         assert "after collective 3" in line
         assert "rank 3 of the job, in a world of its own rank 1 of 2, process " in logs[3].text()
 
-    def test_a_world_that_was_left_hides_nothing(self):
+    def test_a_world_that_was_left_hides_no_other_world(self):
         records = [
             record_of(rank, state, world_number=number)
             for rank in range(2)
@@ -345,7 +345,7 @@ class TestRanksThatOutliveEachOther:
         return job(code, *ended, states=states, is_hydra=False, survives=True).judge()
 
     @pytest.mark.parametrize("code", [0, settings.EXIT_PREEMPTED])
-    def test_each_that_was_lost_is_named_and_the_code_is_that_of_the_others(self, code):
+    def test_each_lost_rank_is_named_and_the_code_is_that_of_the_others(self, code):
         states = {1: self.LEFT, 2: (RankState.REPORTED, 1)}
         result = self.judge(code, (0, KILLED), (2, KILLED), (1, ENDED), states=states)
         killed, failed = result.lines
@@ -356,29 +356,29 @@ class TestRanksThatOutliveEachOther:
         assert "rank 2 (process 4002" in failed
         assert failed.endswith("failed, as it reported; the others continued without it")
 
-    def test_a_survivor_that_is_killed_when_it_is_alone_has_not_come_to_its_end(self):
+    def test_a_last_survivor_that_is_killed_fails_the_job(self):
         running = (RankState.RUNNING,)
         result = self.judge(0, (1, KILLED), (0, KILLED), states={0: self.LEFT, 1: running})
         assert result.code == 137
         assert "was killed by signal 9" in result.lines[0]
 
-    def test_nothing_is_said_where_nothing_was_lost(self):
+    def test_nothing_is_printed_if_no_rank_was_lost(self):
         states = dict.fromkeys(range(3), self.LEFT)
         ends = (0, ENDED), (1, ENDED), (2, ENDED)
         assert self.judge(0, *ends, states=states) == JobResult(0)
 
-    def test_a_code_of_those_that_are_left_is_kept(self):
+    def test_the_code_of_the_remaining_ranks_is_kept(self):
         states = {1: self.LEFT, 2: self.LEFT}
         ends = (0, KILLED), (1, 5), (2, 5)
         assert self.judge(5, *ends, states=states).code == 5
 
-    def test_where_none_is_left_the_first_is_blamed(self):
+    def test_the_first_lost_rank_is_blamed_if_none_remains(self):
         states = {1: (RankState.REPORTED, 0)}
         result = self.judge(0, (0, KILLED), (1, KILLED), (2, KILLED), states=states)
         assert result.code == 137
         assert "rank 0 (process 4000" in result.lines[0]
 
-    def test_where_ranks_end_together_a_loss_is_a_failure(self):
+    def test_a_lost_rank_fails_the_job_if_ranks_may_not_outlive_it(self):
         states = {1: self.LEFT, 2: self.LEFT}
         ended = (0, KILLED), (1, ENDED), (2, ENDED)
         assert job(0, *ended, states=states, is_hydra=False).judge().code == 137
@@ -410,7 +410,7 @@ def test_a_launcher_s_process_that_is_gone_is_named():
 
 
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
-    """Open MPI ends when one rank has ended with a code: another may still be on its way out."""
+    """Open MPI ends when one rank has ended with a code; another may still be ending then."""
     orphans = [RankProcess(0, 4000, 3000, orphaned_by=77)]
     states = {0: (RankState.LEFT,), 1: (RankState.LEFT,)}
     end = job(75, (2, KILLED), (1, 75), states=states, orphaned=orphans, is_hydra=False)
@@ -421,7 +421,7 @@ def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
 
 
 @pytest.mark.parametrize("known", [{}, {"records": {}}], ids=["in a world", "before init"])
-def test_a_rank_that_was_killed_with_its_agent_is_said_to_be(known):
+def test_a_rank_that_was_killed_with_its_agent_is_reported_as_killed(known):
     result = job(9, **known).judge()
     assert result.code == 137
     assert "a rank was killed by signal 9" in result.lines[0]

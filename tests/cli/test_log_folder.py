@@ -1,4 +1,4 @@
-"""The folder of --log-dir: nothing of an earlier job is lost."""
+"""The folder of --log-dir: logs of an earlier job are kept."""
 
 import errno
 import fcntl

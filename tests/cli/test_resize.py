@@ -51,7 +51,7 @@ class Command:
 
 
 class Job:
-    """A job whose starts end as they are told, each after what happens in it."""
+    """A job whose starts end in the given way, each after the given event."""
 
     def __init__(self, monkeypatch, *ends, ranks=2, **options):
         monkeypatch.setattr(module, "notice", Notice())
@@ -100,7 +100,7 @@ class Job:
         ([("4", SAVED), ("SIGTERM", ended(143))], [2, 4], 143, ("no change: the cause", 1)),
     ],
 )  # fmt: skip
-def test_what_follows_an_order(monkeypatch, ends, starts, code, answer):
+def test_a_request_is_answered_by_its_result(monkeypatch, ends, starts, code, answer):
     job = Job(monkeypatch, *ends, most=1)
     assert ([ranks for ranks, _ in job.starts], job.code) == (starts, code)
     assert job.command.answers == [answer, "closed"]
@@ -118,7 +118,7 @@ def test_the_lines_of_changes_and_the_number_of_a_start(monkeypatch):
     ]
 
 
-def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
+def test_hosts_that_answered_at_the_request_are_used(monkeypatch):
     lost = iter([["a"], []])
     ends = ("2", SAVED), ("trains", ended(9)), ("", ended(9)), ("", ended(0))
     job = Job(
@@ -138,7 +138,7 @@ def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
 
 @pytest.fixture
 def ordered(tmp_path):
-    """Sends a request to a job that is told of, and returns exit code, output and errors."""
+    """Send a request to a simulated job; return exit code, output and errors."""
     folder = tmp_path / ("logs" * 30)  # longer than the address of a socket may be
     folder.mkdir()
 
@@ -173,7 +173,7 @@ def ordered(tmp_path):
         (4, {"is_ending": True}, "the job is ending"),
     ],
 )  # fmt: skip
-def test_refused_orders(ordered, ranks, options, message):
+def test_refused_requests(ordered, ranks, options, message):
     resizing = Resizing(3, 2, 4)
     code, out, error, is_taken = ordered(resizing, ranks, **options)
     assert (code, out, is_taken, resizing.request) == (2, "", False, None)
@@ -191,7 +191,7 @@ def test_hosts_limit_the_ranks(ordered):
     assert code == 0
 
 
-def test_one_order_at_a_time(ordered):
+def test_one_request_at_a_time(ordered):
     resizing = Resizing(2, 1, 4)
     assert ordered(resizing, 2)[:2] == (0, "the job has 2 ranks already\n")
     resizing.request = Request(3, Command())
@@ -209,7 +209,7 @@ def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
     resizing = Resizing(2, 1, 4, HOSTS, lambda: asked.append(1) or next(lost))
 
     def looks():
-        """Whether the ranks are to save, once the hosts have answered."""
+        """Return True if the ranks must save after the hosts have answered."""
         before = set(threading.enumerate())
         is_taken = resizing.take_back_hosts(lambda: RankLogs.of_job(records_in(tmp_path)))
         for thread in set(threading.enumerate()) - before:
@@ -231,7 +231,7 @@ def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
     assert resizing.request is None
 
 
-def test_ranks_that_a_lost_host_has_taken_are_wanted_back(monkeypatch):
+def test_a_job_returns_to_its_ranks_when_a_lost_host_is_back(monkeypatch):
     lost = iter([["b"], []])
     ends = ("", ended(9)), ("4", SAVED), ("trains", ended(9)), ("", ended(0))
     seen = []

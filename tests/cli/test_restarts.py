@@ -1,4 +1,4 @@
-"""Which ends of a job are failures, and what follows them: with starts that are only told of."""
+"""Ends of a job that are failures, and the restarts after them, with simulated starts."""
 
 import signal
 from pathlib import Path
@@ -28,7 +28,7 @@ WELL = Outcome(JobResult(0), "", True, 5.0)
 
 
 class Told:
-    """A job whose starts end as they are told, and what it did."""
+    """A job whose starts end in the given way, with a record of its starts and messages."""
 
     def __init__(self, monkeypatch, *ends, ranks=4, **options):
         self.ends, self.starts, self.lines, self.pauses = list(ends), [], [], []
@@ -64,7 +64,7 @@ def test_a_job_that_fails_is_started_again(told):
     ]
 
 
-def test_the_code_is_the_last_ones_and_the_root_cause_the_firsts(told):
+def test_the_code_is_of_the_last_start_and_the_root_cause_of_the_first(told):
     first = failed(lines=("also this", LINE), logs=Path("/logs"))
     job = told(first, failed(7, ("rank 0 (process 5) ended with code 7",)), most=1, ranks=1)
     assert job.code == 7
@@ -148,7 +148,7 @@ def lost_in_turn(*answers):
     return lambda: left.pop(0)
 
 
-def test_fewer_ranks_where_a_host_is_lost_and_more_when_it_is_back(told):
+def test_a_lost_host_takes_ranks_away_until_it_is_back(told):
     job = told(
         failed(),
         failed(),
@@ -164,7 +164,7 @@ def test_fewer_ranks_where_a_host_is_lost_and_more_when_it_is_back(told):
     assert job.lines[2] == f"{LINE}; restart 3 of 5 with 4 ranks in 4 s"
 
 
-def test_more_ranks_where_hosts_have_free_slots(told):
+def test_a_restart_uses_free_slots(told):
     hosts = [Host("a", 4), Host("b", 4)]
     lost = lost_in_turn(["b"], [])
     job = told(failed(), failed(), WELL, hosts=hosts, most=2, max_ranks=6, find_lost=lost)
@@ -187,7 +187,7 @@ def test_free_slots_take_the_ranks_of_a_lost_host(told):
         (1, "a, b", "no other host is left", "--min-ranks is 1"),
     ],
 )
-def test_too_few_ranks_are_the_end(told, min_ranks, lost, left, need):
+def test_too_few_ranks_end_the_restarts(told, min_ranks, lost, left, need):
     job = told(
         failed(), hosts=HOSTS, most=5, min_ranks=min_ranks, find_lost=lambda: lost.split(", ")
     )
@@ -195,7 +195,7 @@ def test_too_few_ranks_are_the_end(told, min_ranks, lost, left, need):
     assert job.lines == [f"{LINE}; no restart: {lost} cannot be reached, {left}, and {need}"]
 
 
-def test_the_end_for_want_of_hosts_names_the_root_cause_too(told):
+def test_too_few_hosts_end_the_restarts_and_the_root_cause_is_named(told):
     find_lost = lost_in_turn([], ["a"])
     job = told(failed(), failed(255), hosts=HOSTS, most=5, find_lost=find_lost)
     assert job.code == 255

@@ -1,4 +1,4 @@
-"""``mpishard run``: real jobs, and what it refuses."""
+"""``mpishard run``: real jobs, and refusals."""
 
 import os
 import re
@@ -107,7 +107,7 @@ def start(*arguments, **variables):
 
 
 def finish(job):
-    """What the job printed; one that hangs is ended."""
+    """Return the job's output; end a job that hangs."""
     try:
         return job.communicate(timeout=50)
     finally:
@@ -227,7 +227,7 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_job(script, tmp_path):
 
 @pytest.mark.spawned
 @pytest.mark.usefixtures("needs_mpi")
-def test_ranks_that_are_asked_go_on(script):
+def test_ranks_continue_after_a_report_by_sigquit(script):
     job = start("-n", "2", "--env", "A=b c", "--env", "B", script(ASKED), B="d")
     assert job.stdout.readline() == job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGQUIT)
@@ -321,7 +321,7 @@ def test_a_bad_setting_is_refused_before_the_job_starts(script, monkeypatch, nam
     assert line.endswith(f"got {value!r}")
 
 
-def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch, tmp_path):
+def test_open_mpi_forwards_the_variables_of_ranks_on_other_machines(script, monkeypatch, tmp_path):
     commands = []
 
     def supervise(supervisor, environment):

@@ -69,7 +69,7 @@ def test_curves_follow_the_file(tmp_path):
     assert run.now()["loss"] == [[1, 1.0], [2, 0.5], [3, 7.0]]
 
 
-def test_half_a_line_waits_and_what_is_no_metrics_is_named(tmp_path):
+def test_half_a_line_waits_and_a_line_without_metrics_is_named(tmp_path):
     file = tmp_path / "a.jsonl"
     run = RunState(file, tmp_path)
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
@@ -93,7 +93,7 @@ def test_a_long_run_is_a_few_hundred_points(tmp_path):
     assert {pace for _, pace in now["throughput"]} == {24.0}
 
 
-def test_a_look_at_a_long_run_takes_milliseconds(tmp_path):
+def test_an_update_of_a_long_run_reads_only_new_lines(tmp_path):
     line = '{"step": %d, "loss": 0.5, "weight": 64.0, "time": %d, "memory": 1000}\n'
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line % (step, step) for step in range(1, 100_001)))

@@ -15,14 +15,14 @@ from mpishard.testing import CommunicationConformance
 MEGABYTE = 2**20
 
 
-def hold_against_the_suite(backend: Any, dtypes: list[str], times: int, fault: str) -> Any:
+def run_conformance(backend: Any, dtypes: list[str], times: int, fault: str) -> Any:
     """Every check, then much data at once, then a fault of the last rank."""
     suite = CommunicationConformance([np.dtype(name) for name in dtypes])
     names = suite.names()
     for name in names:
         for _ in range(times):
             getattr(suite, name)(backend)
-    exchange_much(backend)
+    exchange_large_arrays(backend)
     last = backend.world_size - 1
     if backend.rank != last:
         backend.send(np.ones(1), last)
@@ -40,7 +40,7 @@ def hold_against_the_suite(backend: Any, dtypes: list[str], times: int, fault: s
         return len(names), error
 
 
-def exchange_much(backend: Any) -> None:
+def exchange_large_arrays(backend: Any) -> None:
     """Every rank sends 50 MB at once, more than a pipe holds, and nobody reads before it has."""
     world, rank = backend.world_size, backend.rank
     part = np.full(50 * MEGABYTE // 8 // world, float(rank))
@@ -55,8 +55,8 @@ def exchange_much(backend: Any) -> None:
 
 
 def tell(backend: Any, folder: str, *arguments: Any) -> None:
-    """`hold_against_the_suite`; its result goes to a file, for a job that cannot give results."""
-    found = hold_against_the_suite(backend, *arguments)
+    """`run_conformance`; its result goes to a file, for a job that cannot give results."""
+    found = run_conformance(backend, *arguments)
     Path(folder, str(backend.rank)).write_text(f"{found!r}")
 
 

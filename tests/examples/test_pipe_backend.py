@@ -90,19 +90,19 @@ def only_peer_errors(found: list[Any], rank: int, *words: str) -> None:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
-def test_alone_and_what_a_rank_raises(pipes: ModuleType, ranks: ModuleType) -> None:
+def test_one_rank_and_an_exception_of_a_rank(pipes: ModuleType, ranks: ModuleType) -> None:
     with pytest.raises(OSError, match=f"no space left on device after {CHECKS} checks") as raised:
-        pipes.run_in_processes(1, ranks.hold_against_the_suite, ALL, 1, "raises", timeout=SECONDS)
+        pipes.run_in_processes(1, ranks.run_conformance, ALL, 1, "raises", timeout=SECONDS)
     (note,) = raised.value.__notes__
     assert note.startswith("raised on rank 0:\nTraceback")
-    assert "in hold_against_the_suite" in note
+    assert "in run_conformance" in note
 
 
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
 def test_two_ranks_of_which_one_leaves(pipes: ModuleType, ranks: ModuleType) -> None:
     found = pipes.run_in_processes(
-        2, ranks.hold_against_the_suite, REST, 1 + is_full, "leaves", timeout=SECONDS
+        2, ranks.run_conformance, REST, 1 + is_full, "leaves", timeout=SECONDS
     )
     assert found.pop() == CHECKS
     only_peer_errors(found, 1, "rank 1 left after collective ", " of world")
@@ -128,7 +128,7 @@ def test_more_ranks_of_which_one_is_killed(
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a system whose processes do not stop")
-def test_a_process_that_takes_nothing_is_waited_for_in_vain(
+def test_a_send_to_a_stopped_process_times_out(
     pipes: ModuleType, ranks: ModuleType, tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended with code"):
@@ -141,7 +141,7 @@ def test_a_process_that_takes_nothing_is_waited_for_in_vain(
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not is_full, reason="its parts are tested above; --full")
-def test_the_script_says_what_it_did(
+def test_the_script_prints_its_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pipes: ModuleType
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "-n", "3"])
@@ -152,7 +152,7 @@ def test_the_script_says_what_it_did(
     assert last == "FSDP, 20 steps: the same parameters as on threads, to the bit"
 
 
-def test_no_rank_is_too_few(
+def test_zero_ranks_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "-n", "0"])
@@ -170,7 +170,7 @@ def test_training_has_the_bits_of_the_built_in_backend(pipes: ModuleType) -> Non
     assert np.array(ours).tobytes() == np.array(theirs).tobytes()
 
 
-def test_a_failure_is_told_from_where_it_began(pipes: ModuleType) -> None:
+def test_a_failure_is_reported_with_its_origin(pipes: ModuleType) -> None:
     def body(backend: Any) -> None:
         pair = backend.split(backend.rank // 2)
         if backend.rank == 3:
@@ -188,7 +188,7 @@ def test_a_failure_is_told_from_where_it_began(pipes: ModuleType) -> None:
         assert "OSError: no space left on device" in str(error)
 
 
-def test_a_group_that_a_rank_has_left_raises_and_the_world_lives(pipes: ModuleType) -> None:
+def test_a_group_that_a_rank_has_left_raises_and_the_world_continues(pipes: ModuleType) -> None:
     def body(backend: Any) -> Any:
         group = backend.split(0)
         told = None
@@ -208,7 +208,7 @@ def test_a_group_that_a_rank_has_left_raises_and_the_world_lives(pipes: ModuleTy
     assert on_threads(pipes, 3, body) == [text, None, text]
 
 
-def test_each_receive_in_line_is_told_that_its_sender_has_left(pipes: ModuleType) -> None:
+def test_each_queued_receive_raises_if_its_sender_has_left(pipes: ModuleType) -> None:
     def body(backend: Any) -> None:
         backend.barrier()
         if backend.rank == 1:
@@ -231,7 +231,7 @@ def test_groups_end_with_their_world(pipes: ModuleType) -> None:
         assert type(error).__name__ == "NotInitializedError"
 
 
-def test_nobody_waits_longer_than_was_said(pipes: ModuleType) -> None:
+def test_waits_end_by_the_time_limit(pipes: ModuleType) -> None:
     def body(backend: Any) -> Any:
         if backend.rank == 1:
             backend._pipes.timeout = 0.2
@@ -244,7 +244,7 @@ def test_nobody_waits_longer_than_was_said(pipes: ModuleType) -> None:
     assert on_threads(pipes, 2, body) == [1.0, 1.0]
 
 
-def test_arrays_of_other_sorts_are_refused_before_anything_is_sent(pipes: ModuleType) -> None:
+def test_arrays_of_other_libraries_are_refused_before_anything_is_sent(pipes: ModuleType) -> None:
     class OnDevice:
         """As CuPy's arrays: not to be taken for NumPy's."""
 
@@ -294,7 +294,7 @@ def variant(old: str, new: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("forgotten", CARELESS)
-def test_the_suite_notices_what_is_forgotten(pipes: ModuleType, forgotten: str) -> None:
+def test_the_suite_detects_each_missing_part(pipes: ModuleType, forgotten: str) -> None:
     old, new, name = CARELESS[forgotten]
     check = getattr(CommunicationConformance([np.dtype("int16"), np.dtype("float64")]), name)
     assert on_threads(pipes, 4, check) == [None] * 4

@@ -174,7 +174,7 @@ def test_gpu_tests(machine, version, extra, code):
     assert all(run.endswith("-rs -x") for run in runs)
 
 
-def test_gpu_tests_where_nothing_can_be_downloaded(machine):
+def test_gpu_tests_without_downloads(machine):
     told = '*" install "*) echo "$PIP_NO_INDEX $PIP_FIND_LINKS" >>"$CALLS" ;;'
     machine.add_python(first_case=told)
     script, folder = with_gpu(machine), machine.folder / "my wheels"
@@ -194,7 +194,7 @@ def test_gpu_tests_where_nothing_can_be_downloaded(machine):
 
 
 @pytest.mark.parametrize("mpiexec", ["fits", "of another library", None])
-def test_gpu_tests_in_an_environment_that_is_there(machine, mpiexec):
+def test_gpu_tests_in_an_existing_environment(machine, mpiexec):
     """Nothing is installed, and no plugin is loaded but those that the tests need."""
     told = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
     told += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")

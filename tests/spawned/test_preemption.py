@@ -36,7 +36,7 @@ def saved_step(ended, folder):
     return int(step)
 
 
-def test_a_signal_to_one_rank_is_heard_by_all(tmp_path):
+def test_a_signal_to_one_rank_preempts_all(tmp_path):
     folder = tmp_path / "run"
     with start(BY_MPIEXEC, folder, 0.1, "catches") as job:
         os.kill(job.ranks()[1], signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_a_signal_to_one_rank_is_heard_by_all(tmp_path):
     assert f"caught after step {step}: code 75" in ended.out, ended
 
 
-def test_an_order_before_the_loop_is_kept_for_its_first_step(tmp_path):
+def test_a_signal_before_the_loop_is_kept_for_its_first_step(tmp_path):
     folder = tmp_path / "run"
     with start(BY_RUN, folder, 0, "builds") as job:
         job.ranks()
@@ -56,7 +56,7 @@ def test_an_order_before_the_loop_is_kept_for_its_first_step(tmp_path):
     assert saved_step(ended, folder) == 1
 
 
-def test_an_order_that_no_loop_heeds_is_told_of_at_the_end(tmp_path):
+def test_a_signal_that_no_loop_obeys_is_reported_at_the_end(tmp_path):
     with start(BY_RUN, tmp_path / "run", 0, "builds only") as job:
         os.kill(job.ranks()[1], signal.SIGUSR1)
         (tmp_path / "run-go").touch()

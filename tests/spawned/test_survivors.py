@@ -83,7 +83,7 @@ def ends_of(folder):
     return {int(p.stem.removeprefix("end-")): np.load(p) for p in folder.glob("end-*.npy")}
 
 
-def test_two_losses_in_a_row_end_where_those_that_are_left_would_from_the_checkpoints(tmp_path):
+def test_two_losses_in_a_row_give_the_result_of_training_from_the_checkpoints(tmp_path):
     """Rank 2 of 4 is killed in step 5, 0 raises in step 8; there are checkpoints of 3 and 6."""
     code, out, error = job(4, "training", str(tmp_path), "2:5:3", "0:10:0")
     assert code == 0, error
@@ -120,7 +120,7 @@ def test_a_loss_while_a_save_is_written(tmp_path):
 
 
 @only_full
-def test_those_that_are_left_make_room_when_they_are_told_to(tmp_path):
+def test_survivors_can_be_preempted(tmp_path):
     """Rank 2 of 4 is killed in step 5; then rank 1 is told to make room, in step 8 or so."""
     code, _, error = job(4, "training", str(tmp_path), "2:5:3", "1:10:notice")
     assert code == 75, error
@@ -173,14 +173,14 @@ def test_a_rank_that_left_is_not_waited_for():
     assert out.count("came to its end in a world of 2") == 2
 
 
-def test_a_loss_that_nobody_takes_care_of_ends_the_job():
+def test_a_loss_without_a_handler_ends_the_job():
     code, _, error = job(3, "uncaught")
     assert code == 137, error
     # Of the survivors' reports the launcher may lose what they wrote last.
     assert re.search(r"rank 1 \(process \d+.*\) was killed by signal 9 \(SIGKILL", error), error
 
 
-def test_a_script_that_does_not_ask_ends_and_the_killed_rank_is_named():
+def test_a_script_without_shrink_ends_and_the_killed_rank_is_named():
     code, _, error = job(4, "unasked")
     assert code == 137, error
     assert "the process of rank 1 of 4 is gone" in error
