@@ -18,7 +18,7 @@ _USUAL = 80
 def screen_width() -> int:
     """Return the columns of the user's terminal, 80 or more; 80 without a terminal."""
     console = Console()
-    # Under `mpishard run` stdout is a pipe, and the launcher tells the width of its terminal.
+    # Under `mpishard run` stdout is a pipe, and the launcher passes on the width of its terminal.
     columns = settings.terminal_columns()
     return max(columns or (console.width if console.is_terminal else _USUAL), _USUAL)
 

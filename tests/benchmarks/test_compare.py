@@ -1,4 +1,4 @@
-"""The comparison: its arithmetic, its files, and that both sides train the same model."""
+"""The comparison with peers: arithmetic, files, and the same model on both sides."""
 
 import importlib
 import json

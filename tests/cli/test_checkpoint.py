@@ -136,13 +136,13 @@ def test_check_reports_each_without_a_manifest(without_manifests: Path) -> None:
     ]
     assert result.stdout.count("  manifest.json: it is missing") == 2
     assert result.stdout.count("is whole") == 2
-    told = "mpishard checkpoint: 2 of 4 checkpoints cannot be trusted"
-    assert result.stderr.splitlines() == [told, newest]
+    summary = "mpishard checkpoint: 2 of 4 checkpoints cannot be trusted"
+    assert result.stderr.splitlines() == [summary, newest]
     result = invoke("check", without_manifests)
     assert result.exit_code == 1
     assert "step-00000008 is damaged:\n  manifest.json: it is missing" in result.stdout
-    told = "mpishard checkpoint: 1 of 1 checkpoint cannot be trusted"
-    assert result.stderr.splitlines() == [told, newest]
+    summary = "mpishard checkpoint: 1 of 1 checkpoint cannot be trusted"
+    assert result.stderr.splitlines() == [summary, newest]
 
 
 def test_check_follows_latest(without_manifests: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
     found = by_name(doctor_host.examine_numpy(quick=False))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (OK, None)
     assert "105 instead of 100 GFLOP/s" in found.text
-    answers(doctor_host, blas("Haswell"))  # nothing is measured: what the processor's name tells
+    answers(doctor_host, blas("Haswell"))  # nothing is measured: the processor's name decides
     found = by_name(doctor_host.examine_numpy(quick=True))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (NOTE, "SkylakeX")
 

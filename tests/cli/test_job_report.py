@@ -71,7 +71,7 @@ def test_names_the_first_that_was_killed(launcher_code):
         (11, SEGMENTED, 139, "signal 11 (SIGSEGV)"),
         (6 | 9, -6, 134, "signal 6 (SIGABRT)"),  # Hydra: or-ed with the others'
         (7, -7, 135, "signal 7 (SIGBUS; shared memory full?)"),
-        (9, 7, 7, "ended with code 7 without leaving"),  # Hydra tells the others' SIGKILL
+        (9, 7, 7, "ended with code 7 without leaving"),  # Hydra returns the others' SIGKILL
         (7, 7, 7, "ended with code 7 without leaving"),
         (0, ENDED, 1, "ended with code 0 without leaving"),  # os._exit(0): Hydra is content
     ],

@@ -49,8 +49,8 @@ def test_a_notice_during_the_imports_is_kept(is_ignored):
 RANK = """
 import os, signal, sys
 import mpishard
-from mpishard.communication.failure.watchdog import preemption_notice as order
-sys.exit(0 if order.is_given else 3)
+from mpishard.communication.failure.watchdog import preemption_notice
+sys.exit(0 if preemption_notice.is_given else 3)
 """
 
 

@@ -92,7 +92,7 @@ def test_a_missing_job_folder_ends_no_rank(start, tmp_path):
 
 TELLS = r"""
 import os, signal, time
-signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b"told\n"))
+signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b"forwarded\n"))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
 os.write(1, b"ready\n")
 while True:
@@ -105,7 +105,7 @@ def test_a_signal_to_the_agent_is_forwarded(start):
     assert process.stdout.readline() == "ready\n"
     stranger = f"kill -USR2 {process.pid}"
     subprocess.run(["/bin/sh", "-c", stranger], check=True)
-    assert process.stdout.readline() == "told\n"
+    assert process.stdout.readline() == "forwarded\n"
     subprocess.run(["/bin/sh", "-c", stranger.replace("USR2", "TERM")], check=True)
     assert process.wait(20) == 5
     process.communicate()
@@ -115,7 +115,7 @@ def test_a_signal_of_the_launcher_to_the_group_comes_once(start):
     process = start(sys.executable, "-c", TELLS, logs="", start_new_session=True)
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGUSR2)
-    assert process.stdout.readline() == "told\n"
+    assert process.stdout.readline() == "forwarded\n"
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
@@ -125,8 +125,8 @@ def test_a_signal_of_the_launcher_to_the_group_comes_once(start):
 
 def test_a_notice_stays_pending_until_the_rank_imports_mpishard(start):
     text = "import os, time; os.write(1, b'ready\\n'); time.sleep(0.5); import mpishard\n"
-    text += "from mpishard.communication.failure.watchdog import preemption_notice as order\n"
-    text += "print(order.is_given)"
+    text += "from mpishard.communication.failure.watchdog import preemption_notice\n"
+    text += "print(preemption_notice.is_given)"
     variables = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPISHARD_JOB_FOLDER": "/nowhere"}
     process = start(sys.executable, "-c", text, logs="", env=variables)
     assert process.stdout.readline() == "ready\n"
@@ -195,7 +195,7 @@ def test_signals_to_the_group_end_the_program_and_not_its_log(start, log):
     process = start(
         "/bin/sh",
         "-c",
-        "trap 'echo told; exit 3' TERM; echo ready; read line",
+        "trap 'echo forwarded; exit 3' TERM; echo ready; read line",
         stdin=subprocess.PIPE,
         start_new_session=True,
     )

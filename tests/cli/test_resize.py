@@ -84,12 +84,12 @@ class Job:
     [
         ([("trains 4", SAVED), ("trains", ended(0))], [2, 4], 0, ("done", 0)),
         ([("4", SAVED), ("", ended(0, "ended well"))], [2, 4], 0, ("ended well", 0)),
-        # The ordered ranks fail before they train, and the job goes back: no restart is used up.
+        # The requested ranks fail before they train, and the job goes back: no restart is used up.
         ([("4", SAVED), ("", ended(1)), ("", ended(0))], [2, 4, 2], 0,
          ("the cause, before it trained with 4 ranks; it continues with 2", 1)),
         ([("4", SAVED), ("", ended(2)), ("", ended(0))], [2, 4, 2], 0,
          ("the cause, before it trained with 4 ranks; it continues with 2", 1)),
-        # Later failures are restarts, with the ordered number.
+        # Later failures are restarts, with the requested number.
         ([("4", SAVED), ("trains", ended(9)), ("", ended(0))], [2, 4, 4], 0, ("done", 0)),
         # A rank is lost while they save; the job has ended before it could.
         ([("4", ended(137)), ("", ended(0))], [2, 2], 0, ("no change: the cause", 1)),
@@ -131,13 +131,13 @@ def test_hosts_that_answered_at_the_request_are_used(monkeypatch):
         hosts=HOSTS,
         find_lost=lambda: next(lost),
     )
-    # The host that was away is back in the last start, which has as many ranks as were ordered.
+    # The host that was away is back in the last start, which has as many ranks as were requested.
     assert job.starts == [(4, ["a", "b"]), (2, ["b"]), (2, ["b"]), (2, ["a", "b"])]
     assert (job.resizing.least, job.resizing.most) == (1, 4)
 
 
 @pytest.fixture
-def ordered(tmp_path):
+def requested(tmp_path):
     """Send a request to a simulated job; return exit code, output and errors."""
     folder = tmp_path / ("logs" * 30)  # longer than the address of a socket may be
     folder.mkdir()
@@ -173,32 +173,32 @@ def ordered(tmp_path):
         (4, {"is_ending": True}, "the job is ending"),
     ],
 )  # fmt: skip
-def test_refused_requests(ordered, ranks, options, message):
+def test_refused_requests(requested, ranks, options, message):
     resizing = Resizing(3, 2, 4)
-    code, out, error, is_taken = ordered(resizing, ranks, **options)
+    code, out, error, is_taken = requested(resizing, ranks, **options)
     assert (code, out, is_taken, resizing.request) == (2, "", False, None)
     assert error.startswith(f"mpishard resize: {message}")
 
 
-def test_hosts_limit_the_ranks(ordered):
+def test_hosts_limit_the_ranks(requested):
     resizing = Resizing(2, 1, 8, HOSTS, lambda: ["b"])
-    error = ordered(resizing, 4)[2]
+    error = requested(resizing, 4)[2]
     words = (
         "the job cannot have 4 ranks: the hosts take 2 without b, which cannot be reached; the job"
     )
     assert error.startswith(f"mpishard resize: {words} has 2")
-    code, *_ = ordered(resizing, 1, after=lambda: resizing.end("done", 0))
+    code, *_ = requested(resizing, 1, after=lambda: resizing.end("done", 0))
     assert code == 0
 
 
-def test_one_request_at_a_time(ordered):
+def test_one_request_at_a_time(requested):
     resizing = Resizing(2, 1, 4)
-    assert ordered(resizing, 2)[:2] == (0, "the job has 2 ranks already\n")
+    assert requested(resizing, 2)[:2] == (0, "the job has 2 ranks already\n")
     resizing.request = Request(3, Command())
     message = "the job is changing from 2 ranks to 3: ask again when that is done"
-    assert ordered(resizing, 4)[2] == f"mpishard resize: {message}\n"
+    assert requested(resizing, 4)[2] == f"mpishard resize: {message}\n"
     resizing.before, resizing.ranks = 2, 3
-    assert ordered(resizing, 2)[2] == f"mpishard resize: {message}\n"
+    assert requested(resizing, 2)[2] == f"mpishard resize: {message}\n"
 
 
 def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
@@ -244,7 +244,7 @@ def test_a_job_returns_to_its_ranks_when_a_lost_host_is_back(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["fails", "vanishes"])
-def test_a_change_that_fails(ordered, how):
+def test_a_change_that_fails(requested, how):
     resizing = Resizing(2, 1, 4)
 
     def after():
@@ -253,7 +253,7 @@ def test_a_change_that_fails(ordered, how):
         else:
             resizing.request.connection.close()
 
-    code, out, error, _ = ordered(resizing, 4, after=after)
+    code, out, error, _ = requested(resizing, 4, after=after)
     assert (code, out) == (
         1,
         "2 ranks will save at the next step boundary; the job then continues with 4\n",
@@ -343,8 +343,8 @@ def test_a_running_job_takes_another_rank_and_has_the_same_bits(tmp_path):
     ) as job:
         try:
             wait_for_step(tmp_path / "step", 9)
-            order = [*mpishard, "resize", str(logs), "-n", "2"]
-            with subprocess.Popen(order, stdout=subprocess.PIPE, text=True) as command:
+            words = [*mpishard, "resize", str(logs), "-n", "2"]
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
                 assert command.stdout.readline().startswith("1 rank will save at the next step")
                 allowed.write_text("99")
                 said = command.communicate(timeout=LIMIT)[0]

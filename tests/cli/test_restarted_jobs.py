@@ -69,7 +69,7 @@ os.write(1, b"ready\\n")
 time.sleep(60)
 """
 
-# Runs what it is told on this machine, unless the host, its first argument without a dash, is away.
+# Runs its command on this machine, unless the host, its first argument without a dash, is away.
 SSH = """#!/bin/sh
 while :; do case "$1" in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
 [ -e "{away}/$1" ] && exit 255

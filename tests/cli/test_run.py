@@ -66,7 +66,7 @@ asked = threading.Event()
 signal.signal(signal.SIGQUIT, lambda *_: asked.set())
 os.write(1, b"ready\\n")
 asked.wait()
-os.write(1, f"rank {backend.rank} heard {os.environ['A']} {os.environ['B']}\\n".encode())
+os.write(1, f"rank {backend.rank} got {os.environ['A']} {os.environ['B']}\\n".encode())
 """
 
 WAITS = """
@@ -233,7 +233,7 @@ def test_ranks_continue_after_a_report_by_sigquit(script):
     job.send_signal(signal.SIGQUIT)
     out, error = finish(job)
     assert job.returncode == 0, error
-    assert sorted(out.splitlines()) == ["rank 0 heard b c d", "rank 1 heard b c d"]
+    assert sorted(out.splitlines()) == ["rank 0 got b c d", "rank 1 got b c d"]
     assert "mpishard run: SIGQUIT (Ctrl-\\) went to ranks 0, 1\n" in error
 
 

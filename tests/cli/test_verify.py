@@ -338,18 +338,18 @@ def test_a_mesh_and_its_options_are_named() -> None:
 
 
 def test_options_of_another_strategy_are_left_out_with_a_message(capsys: Any) -> None:
-    settled = fitted(job(2, strategy="zero2"), given("mlp", schedule="zb-h1"))
-    assert settled.mesh == ""
+    completed = fitted(job(2, strategy="zero2"), given("mlp", schedule="zb-h1"))
+    assert completed.mesh == ""
     said = "leaves out schedule of factory(seed), which --strategy zero2 does not take"
     assert said in capsys.readouterr().err
 
 
 def test_the_factory_s_settings_are_those_of_the_job() -> None:
     mine = job(3, batch_size=0)
-    settled = fitted(mine, RIGHT["mlp"](ALONE))
-    assert (settled.batch_size, settled.has_one_batch, settled.rule) == (24, False, "SGD")
-    settled = fitted(mine, replace(RIGHT["mlp"](ALONE), batch_size=5, optimizer=SEARCH))
-    assert (settled.batch_size, settled.has_one_batch, settled.rule) == (5, True, "LBFGS")
+    completed = fitted(mine, RIGHT["mlp"](ALONE))
+    assert (completed.batch_size, completed.has_one_batch, completed.rule) == (24, False, "SGD")
+    completed = fitted(mine, replace(RIGHT["mlp"](ALONE), batch_size=5, optimizer=SEARCH))
+    assert (completed.batch_size, completed.has_one_batch, completed.rule) == (5, True, "LBFGS")
 
 
 def test_options_of_layers_are_not_for_a_black_box() -> None:

@@ -1,4 +1,4 @@
-"""What the processes of tests/examples/test_pipe_backend.py do; they import this file."""
+"""Programs of the processes of tests/examples/test_pipe_backend.py, which import this file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEGABYTE = 2**20
 
 
 def run_conformance(backend: Any, dtypes: list[str], times: int, fault: str) -> Any:
-    """Every check, then much data at once, then a fault of the last rank."""
+    """Run every check, then exchange large arrays, then cause a fault on the last rank."""
     suite = CommunicationConformance([np.dtype(name) for name in dtypes])
     names = suite.names()
     for name in names:
@@ -41,7 +41,7 @@ def run_conformance(backend: Any, dtypes: list[str], times: int, fault: str) -> 
 
 
 def exchange_large_arrays(backend: Any) -> None:
-    """Every rank sends 50 MB at once, more than a pipe holds, and nobody reads before it has."""
+    """Send 50 MB from every rank, more than a pipe holds, before any rank reads."""
     world, rank = backend.world_size, backend.rank
     part = np.full(50 * MEGABYTE // 8 // world, float(rank))
     received = backend.all_to_all([part] * world)
@@ -61,7 +61,7 @@ def tell(backend: Any, folder: str, *arguments: Any) -> None:
 
 
 def stop(backend: Any, folder: str) -> None:
-    """Rank 1's process stops, and takes nothing any more; rank 0 has much to send to it."""
+    """Stop the process of rank 1, to which rank 0 then sends large arrays."""
     if backend.rank == 1:
         backend.send(np.array([os.getpid()]), 0)
         backend.receive(0, 1)  # all that was sent has come

@@ -41,7 +41,7 @@ def pipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(HERE))
     yield importlib.import_module("pipe_backend")
     for process in multiprocessing.active_children():
-        process.kill()  # one that a test has stopped does not hear of the end
+        process.kill()  # one that a test has stopped does not notice the end
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def on_threads(
 
 
 def only_peer_errors(found: list[Any], rank: int, *words: str) -> None:
-    """Every survivor has done all checks, and then heard of ``rank``."""
+    """Assert that every survivor has passed all checks and then got an error about ``rank``."""
     for checks, error in found:
         assert checks == CHECKS
         assert isinstance(error, PeerError)
@@ -119,9 +119,9 @@ def test_more_ranks_of_which_one_is_killed(
         pipes.run_in_processes(
             world_size, ranks.tell, str(tmp_path), SOME, 1 + is_full, "dies", timeout=SECONDS
         )
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told.keys() == {str(rank) for rank in range(last)}
-    for text in told.values():
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts.keys() == {str(rank) for rank in range(last)}
+    for text in texts.values():
         assert text.startswith(f"({CHECKS}, PeerError('rank {last} ended without a word")
 
 
@@ -191,7 +191,7 @@ def test_a_failure_is_reported_with_its_origin(pipes: ModuleType) -> None:
 def test_a_group_that_a_rank_has_left_raises_and_the_world_continues(pipes: ModuleType) -> None:
     def body(backend: Any) -> Any:
         group = backend.split(0)
-        told = None
+        message = None
         if backend.rank == 1:
             group.shutdown()
             with pytest.raises(CommunicationError, match="has ended; its pipes are closed"):
@@ -200,9 +200,9 @@ def test_a_group_that_a_rank_has_left_raises_and_the_world_continues(pipes: Modu
             try:
                 group.barrier()
             except PeerError as error:
-                told = str(error)
+                message = str(error)
         backend.barrier()
-        return told
+        return message
 
     text = "rank 1 left after collective 0 of group 1 (ranks 0-2)"
     assert on_threads(pipes, 3, body) == [text, None, text]
@@ -246,7 +246,7 @@ def test_waits_end_by_the_time_limit(pipes: ModuleType) -> None:
 
 def test_arrays_of_other_libraries_are_refused_before_anything_is_sent(pipes: ModuleType) -> None:
     class OnDevice:
-        """As CuPy's arrays: not to be taken for NumPy's."""
+        """An array like CuPy's, which refuses to be converted to one of NumPy."""
 
         def __array__(self, *_: Any, **__: Any) -> Any:
             raise TypeError("implicit conversion to a NumPy array is not allowed")
@@ -285,7 +285,7 @@ CARELESS = {
 
 
 def variant(old: str, new: str) -> ModuleType:
-    """The example with ``new`` for ``old``."""
+    """Return the example with ``old`` replaced by ``new``."""
     text = EXAMPLE.read_text()
     assert old in text
     module = ModuleType("variant")

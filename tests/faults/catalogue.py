@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a job, and what the others must then see.
+"""Faults of one rank of a job, and the errors that the other ranks must report.
 
 A fault is a function of a backend and of the rank that misbehaves, ``culprit``; the other ranks do
 what they would have done. Its expectations are words: ``{culprit}`` and ``{ranks}`` in them are
@@ -71,7 +71,7 @@ def fault(**options: object) -> _Row:
 
 
 def raises(words: str = "ValueError: boom", own: str = "ValueError") -> _Row:
-    """A fault of which every rank hears by the culprit's exception."""
+    """A fault that every rank reports with the culprit's exception."""
     return fault(
         errors=PEER, own=(own,), memory=("rank {culprit} failed", words), mpi=(*ENDED, words)
     )
@@ -330,7 +330,7 @@ def boom():
 
 @raises()
 def survivors_swallow_every_exception(backend, culprit):
-    """A loop that goes on whatever happens must come to its end, and the job to its own."""
+    """A loop that catches all exceptions must end, and so must the job."""
     last = None
     for number in range(50):
         try:
@@ -403,7 +403,7 @@ def one_iteration_less(backend, culprit):
 
 @leaves("100")
 def leaves_with_headers_open(backend, culprit):
-    """It issues more than its ring of headers holds, waits for none, and leaves."""
+    """Issue more calls than the ring of headers has slots, wait for none, and leave."""
     works = [backend.all_reduce_async(np.array([number])) for number in range(100)]
     if backend.rank == culprit:
         return

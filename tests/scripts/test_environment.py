@@ -1,4 +1,4 @@
-"""scripts/environment.sh: when `.venv` is made, made again, added to, or left alone."""
+"""scripts/environment.sh: conditions to make, remake, extend or keep `.venv`."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""scripts/train.sh and scripts/test.sh, with an interpreter that only writes down its calls."""
+"""scripts/train.sh and scripts/test.sh, with an interpreter that only records its calls."""
 
 import subprocess
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_train(machine, given, passed_on):
 
 
 class Suite:
-    """scripts/test.sh on a machine where each layer ends as told."""
+    """scripts/test.sh on a machine where each layer has a given end."""
 
     def __init__(self, machine):
         self.machine = machine
@@ -175,8 +175,8 @@ def test_gpu_tests(machine, version, extra, code):
 
 
 def test_gpu_tests_without_downloads(machine):
-    told = '*" install "*) echo "$PIP_NO_INDEX $PIP_FIND_LINKS" >>"$CALLS" ;;'
-    machine.add_python(first_case=told)
+    case = '*" install "*) echo "$PIP_NO_INDEX $PIP_FIND_LINKS" >>"$CALLS" ;;'
+    machine.add_python(first_case=case)
     script, folder = with_gpu(machine), machine.folder / "my wheels"
     folder.mkdir()
     assert machine.prepare("mpi").returncode == 0
@@ -196,9 +196,9 @@ def test_gpu_tests_without_downloads(machine):
 @pytest.mark.parametrize("mpiexec", ["fits", "of another library", None])
 def test_gpu_tests_in_an_existing_environment(machine, mpiexec):
     """Nothing is installed, and no plugin is loaded but those that the tests need."""
-    told = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
-    told += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")
-    machine.add_python("their-python", first_case=told)
+    case = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
+    case += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")
+    machine.add_python("their-python", first_case=case)
     script = with_gpu(machine)
     if mpiexec is not None:
         machine.program(machine.bin / "mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')

@@ -1,4 +1,4 @@
-"""Jobs under mpiexec that fail: each ends by itself, soon, with a code, and names the rank."""
+"""Jobs under mpiexec that fail: each ends soon, with an exit code, and names the rank."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ class Ended:
 
 
 def job(scenario, ranks=2, *, first_on_path=(), shell="", by_run=False, **extra):
-    """Run a scenario, under mpiexec unless ``ranks`` is 0, and say how it ended."""
+    """Run a scenario, under mpiexec unless ``ranks`` is 0; return its end."""
     launcher = [] if ranks == 0 else [MPIEXEC, "-n", str(ranks)]
     command = [sys.executable, str(SCENARIOS), *scenario.split()]
     if by_run:

@@ -1,4 +1,4 @@
-"""Jobs that are told to make room: they save, leave with 75, and go on as if nothing had been."""
+"""Preempted jobs: they save, end with code 75, and resume to the same bits."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def start(command, *arguments):
 
 
 def saved_step(ended, folder):
-    """After which step a job says that it was preempted; it has saved then."""
+    """Return the step after which a job reports that it was preempted and has saved."""
     assert ended.code == settings.EXIT_PREEMPTED == 75, ended
     found = re.findall(r"mpishard: preempted after step (\d+) of 60; saved in (\S+);", ended.err)
     assert len(found) == 1, ended

@@ -1,4 +1,4 @@
-"""Jobs that are stuck where polling sees nothing, or that are sent signals: each ends, or goes on.
+"""Jobs that hang outside of Python or receive signals: each ends, or continues.
 
 With the interpreter of an environment that has Open MPI these are tests of Open MPI.
 """

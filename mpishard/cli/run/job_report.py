@@ -136,7 +136,7 @@ class JobEnd:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
         # The last world of a survivor has one rank and writes no log. If the rank is killed there,
-        # its logs say that it left: only its exit code tells it from the other survivors.
+        # its logs say that it left: only its exit code differs from those of other survivors.
         lost = {process.rank for process in self.ended if (process.exit_code or 0) < 0}
         if self.survives and is_good and any(map(self._has_left, self.logs.keys() - lost)):
             return JobResult(self.launcher_code, self._outlived())

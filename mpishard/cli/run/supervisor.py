@@ -203,7 +203,7 @@ class Supervisor:
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started
-        # The second line tells the janitor that nothing is left to do.
+        # After this line the janitor has nothing to do.
         janitor.communicate(b"the job has ended\n")
         # No rank has started on this machine, where all were to run.
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
