@@ -203,7 +203,7 @@ def test_signals_to_the_group_end_the_program_and_not_its_log(start, log):
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 3
-    assert log.read_text() == "ready\ntold\n"
+    assert log.read_text() == "ready\nforwarded\n"
 
 
 def test_a_log_continues_while_a_process_of_a_killed_group_writes(start, log):
