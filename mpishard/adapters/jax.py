@@ -12,8 +12,8 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.base import Array, optional_package, settings
-from mpishard.contracts import ILossFunction
+from mpishard.base import Array, Scalar, optional_package, settings
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples, tree_of
 from mpishard.models import ParameterStore
 
@@ -194,7 +194,7 @@ class JaxModel(TreeModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:
@@ -208,7 +208,7 @@ class JaxModel(TreeModel):
             lambda: self._pulled_back(self._parameters, tree_of(x), loss.backward(saved)),
         )
 
-    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, saved: Saved, receive: Callable[[int, Array], None]) -> None:
         import jax
 
         gradients = jax.tree_util.tree_leaves(saved())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, require_plain
+from mpishard.base import Array, DType, require_plain
 from mpishard.data import map_tree
 from mpishard.sharding import ParameterEntry
 
@@ -71,7 +71,7 @@ class ParameterTree:
 
 def flat_leaves(
     found: Sequence[tuple[str, Any]],
-) -> tuple[tuple[ParameterEntry, ...], np.dtype[Any], Array]:
+) -> tuple[tuple[ParameterEntry, ...], DType, Array]:
     """Return entries, dtype and flat vector of the named leaves of a tree.
 
     The errors raised are those of `ParameterTree`.
@@ -90,7 +90,7 @@ def flat_leaves(
             f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
             "use keys without dots"
         )
-    dtypes: dict[np.dtype[Any], list[str]] = {}
+    dtypes: dict[DType, list[str]] = {}
     for name, leaf in found:
         if isinstance(leaf, np.ndarray | np.generic):
             dtypes.setdefault(leaf.dtype, []).append(name)

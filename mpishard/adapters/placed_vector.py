@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.base import (
     Array,
+    DType,
     MissingMemberError,
     StructureOnlyError,
     array_namespace,
@@ -77,7 +78,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     """
 
     _name: str
-    _dtype: np.dtype[Any]
+    _dtype: DType
     _holder: str | None = None
     _vector: Array | None = None
 
@@ -92,7 +93,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         return self._entries
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         return self._dtype
 
     def get_model_metadata(self) -> ModelMetadata:
@@ -153,7 +154,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
             return 0.0, full
         self.backward_pass(saved, receive)
         full /= weight
-        return total / weight, full
+        return float(total / weight), full
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
@@ -261,7 +262,8 @@ class TreeModel(PlacedVectorModel):
         MissingMemberError
             If the model was made without ``predict``.
         """
-        return self._known_predict()(self._parameters, tree_of(x))
+        prediction: Array = self._known_predict()(self._parameters, tree_of(x))
+        return prediction
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:

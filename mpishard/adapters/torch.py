@@ -10,9 +10,9 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base import Array, optional_package, require_plain
+from mpishard.base import Array, DType, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
 from mpishard.models import ParameterStore
 
@@ -136,11 +136,11 @@ class TorchModel(PlacedVectorModel):
         return None
 
     def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
-        from mpishard.torch.parameters import Place
+        from mpishard.torch.parameters import StoredParameter
         from mpishard.torch.world import prepare_torch
 
         super().place_parameters(arrays, holder, store)
-        self._placed.hold(store.layout.units, functools.partial(Place, holder, store))
+        self._placed.hold(store.layout.units, functools.partial(StoredParameter, holder, store))
         self._placed.normalise_over(store.backend)
         prepare_torch()
 
@@ -156,10 +156,10 @@ class TorchModel(PlacedVectorModel):
 
     # ------------------------------------------------------------------------- beside parameters
 
-    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        self._placed.deal(world, ranks)
+    def distribute_state(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+        self._placed.distribute(world, ranks)
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def share_changed_state(self, ranks: CommunicationBackend) -> bool:
         """Take the buffers that rank 0's passes have changed. Collective.
 
         Raises
@@ -167,7 +167,7 @@ class TorchModel(PlacedVectorModel):
         ShardingError
             As `Buffers.broadcast`.
         """
-        return self._placed.buffers.settle(ranks)
+        return self._placed.buffers.share_changed_state(ranks)
 
     @property
     def may_use_some(self) -> bool:
@@ -245,7 +245,7 @@ class TorchModel(PlacedVectorModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         import torch
 
         assert loss is not None
@@ -297,7 +297,7 @@ class TorchLoss(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         import torch
 
         samples = len(prediction)
@@ -316,17 +316,18 @@ class TorchLoss(ILossFunction):
             )
         return float(mean.detach()) * samples, float(samples), (output, mean * samples, None)
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         import torch
 
+        zeros: Array
         output, total, zeros = saved
         if output is None:
             return zeros
-        (gradient,) = torch.autograd.grad(total, output)
-        return gradient.numpy()
+        gradient: Array = torch.autograd.grad(total, output)[0].numpy()
+        return gradient
 
 
-def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
+def _tensor(array: Array, dtype: DType) -> Any:
     """Return ``array`` as a tensor, if possible in the same memory.
 
     Floating-point arrays are converted to ``dtype``, integers to int64. Read-only arrays, which

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import CheckpointError, CommunicationError
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -113,7 +114,7 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
     if backend is None:
         return text
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
-    return shared.tobytes().decode(errors=_SURROGATES)  # type: ignore[no-any-return]
+    return shared.tobytes().decode(errors=_SURROGATES)
 
 
 def share_path(backend: CommunicationBackend | None, path: Path | None) -> Path | None:
@@ -202,5 +203,5 @@ def _gather_values(backend: CommunicationBackend, value: Any, subject: int = 0) 
     return [json.loads(line) for line in lines]
 
 
-def _encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _encode(text: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(text.encode(errors=_SURROGATES), np.uint8).copy()

@@ -66,7 +66,7 @@ class ProcessMesh:
     model : CommunicationBackend
         The ranks that share this rank's replica and data coordinates, by (pipeline, tensor). They
         compute the same batch together.
-    together : CommunicationBackend
+    group : CommunicationBackend
         The ranks of this rank's replica, by rank.
     samples : CommunicationBackend
         The ranks that share this rank's pipeline and tensor coordinates, by (replica, data). The
@@ -121,11 +121,11 @@ class ProcessMesh:
         self.pipeline = self._group("pipeline", "pipeline")
         self.tensor = self._group("tensor", "tensor")
         self.data = self._group("data", "data")
-        self.together = self._group("together", *(a for a in self.order if a in AXES))
+        self.group = self._group("group", *(a for a in self.order if a in AXES))
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
             # These are the same ranks in the same order. If only one axis is larger than 1, its
             # group is used here too, and the few bytes of ``model`` are counted for that axis.
-            self.model = self.together
+            self.model = self.group
         else:
             # Split off even if another group has the same ranks, because bytes are counted by
             # axis, and these belong to none.

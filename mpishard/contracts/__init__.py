@@ -29,6 +29,7 @@ from mpishard.contracts.models import (
     IModelShape,
     IShardedModel,
     ModelMetadata,
+    Saved,
     ShardedModel,
 )
 from mpishard.contracts.optimizers import IGradientBasedOptimizer, IOptimizer, IShardedOptimizer

@@ -120,7 +120,7 @@ class _Graph:
     def __init__(self, onnx: Any, output: ComputationNode) -> None:
         self._onnx = onnx
         self.nodes: list[Any] = []
-        self.constants: dict[str, np.ndarray[Any, Any]] = {}
+        self.constants: dict[str, Array] = {}
         self._names: dict[ComputationNode, str] = {}
         for node in output.walk():
             self._names[node] = self._add(node)

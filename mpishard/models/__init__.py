@@ -15,8 +15,8 @@ from mpishard.models.engine.update import (
     StepReport,
     Update,
     UpdatePieces,
-    dealt,
-    written_here,
+    divided_pieces,
+    pieces_to_write,
 )
 from mpishard.models.programs.placed_program import (
     Arrivals,
@@ -51,7 +51,7 @@ from mpishard.models.strategies.mesh_parallel import (
     TensorParallelModel,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.held import compare_replicas
+from mpishard.models.wrapper.local_shard import compare_replicas
 from mpishard.models.wrapper.paged import PagedModel
 from mpishard.models.wrapper.wrapped import agreed_vector
 from mpishard.models.wrapper.wrapping import (

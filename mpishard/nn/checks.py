@@ -9,6 +9,7 @@ from typing import Any
 
 from mpishard.base import Array, read_numbers
 
+# A context variable, because thread-ranks check their own batches at the same time.
 _waiting: ContextVar[list[tuple[Array, Callable[[], Any]]] | None] = ContextVar(
     "_waiting", default=None
 )
@@ -41,6 +42,7 @@ def read_together() -> Iterator[None]:
     try:
         yield
     finally:
+        # Before the reads, so that a check within `refuse` raises at once.
         _waiting.reset(token)
     numbers = read_numbers([wrong for wrong, _ in checks])
     for number, (_, refuse) in zip(numbers, checks, strict=True):

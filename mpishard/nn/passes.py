@@ -19,6 +19,7 @@ from mpishard.base import (
     BFLOAT16,
     NAMESPACES,
     Array,
+    DType,
     chunks,
     compile_loop,
     is_bfloat16,
@@ -63,10 +64,11 @@ def bits(array: Array) -> Array:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
-def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., None] | None:
+def _compile(loop: Callable[..., None], dtype: DType) -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None or dtype not in _DTYPES:
         return None
+    # One text of a loop serves both dtypes: it is compiled with one load and store or the other.
     is_narrow = dtype == BFLOAT16
     read, write = (_load_bits, _store_bits) if is_narrow else (_load, _store)
     inner = {"exp": numba.njit(_exp), "load": numba.njit(read), "store": numba.njit(write)}
@@ -80,6 +82,7 @@ def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., N
             is_read = not kind.endswith("=")
             arguments.append(numba.types.Array(kinds[name], dims, "C", readonly=is_read))
     variant = "bfloat16" if is_narrow else "float32"
+    # Sums in lanes, because a sum in order cannot be vectorized.
     return compile_loop(loop, numba.void(*arguments), variant, sums_in_lanes=True, **inner)
 
 
@@ -101,6 +104,7 @@ def _load_bits(array: Any, i: Any) -> Any:
 def _store_bits(array: Any, i: Any, value: Any) -> None:
     """Round to the nearest bfloat16, ties to even, with the bits of `bfloat16.round_into`."""
     word = np.float32(value).view(np.uint32)
+    # np.uint32 around each result: numba would widen it to 64 bits, and halve the lanes.
     even = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(np.uint32(word + np.uint32(0x7FFF)) + even)
     quiet = np.uint32(np.uint32(word & np.uint32(0x80000000)) | np.uint32(0x7FC00000))
@@ -110,6 +114,7 @@ def _store_bits(array: Any, i: Any, value: Any) -> None:
 
 def _exp(x: Any) -> Any:
     """Return exp(x) = 2^n exp(r), with an error of 2 units in the last place; NaN stays NaN."""
+    # A polynomial, because a call of the C library's expf keeps LLVM from vectorizing a loop.
     power = x * _LOG2_E
     power = _LEAST if power < _LEAST else power  # noqa: FURB136 - max would lose NaN
     power = _MOST if power > _MOST else power  # noqa: FURB136
@@ -227,6 +232,7 @@ def softmax_forward(
         shift = logs[n]
         for i in range(seen):
             value = exp(factor * scores[n, i] - shift)
+            # Kept in float32 until the division, so that bfloat16 is rounded only once.
             scores[n, i] = value
             total += value
         inverse = _ONE / total
@@ -288,6 +294,7 @@ def added(a: Array, b: Array, out: Array | None = None) -> Array:
         return NAMESPACES[type(a)].add(a, b, out=out)
     loop = compiled(add, a) if a.size and (out is None or out is a) else None
     if loop is not None:
+        # The loop adds in place.
         total = a.copy() if out is None else a
         loop(bits(total.reshape(-1)), bits(b.reshape(-1)))
         return total

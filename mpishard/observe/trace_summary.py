@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.observe.trace_reader import JobTrace
 
 _PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
-_Spans = np.ndarray[Any, np.dtype[np.float64]]
+_Spans = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

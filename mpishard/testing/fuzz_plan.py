@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base import DType
 from mpishard.communication import DTYPES, ReductionOperation
 from mpishard.testing.reductions import even_sizes, operations
 
@@ -65,7 +66,7 @@ class Step:
     number: int
     method: str
     group: int = 0
-    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
+    dtype: DType = field(default_factory=lambda: np.dtype(np.float64))
     rows: tuple[int, ...] = ()
     trailing: tuple[int, ...] = ()
     operation: ReductionOperation = ReductionOperation.SUM

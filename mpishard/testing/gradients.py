@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import as_amount, as_count, as_integer, require_type
+from mpishard.base import Array, as_amount, as_count, as_integer, require_type
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
 
-_Vector = np.ndarray[Any, Any]
+_Vector = Array
 
 # The error of a parameter with tiny derivatives is taken relative to this fraction of the model's
 # largest derivative. Otherwise the rounding of the loss would count as an error of the gradient.
@@ -182,6 +182,7 @@ def check_layer_gradients(
 
     checker = _Checker(samples, seed)
     if x.dtype.kind == "f":
+        assert dx is not None, "backward gave no gradient of an input of real numbers"
         checker.add("input", x, dx, evaluate)
     for name, value in values.items():
         checker.add(name, value, gradients[name], evaluate)
@@ -275,7 +276,7 @@ def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]
 
 def check_layer_promises(
     layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
-) -> tuple[_Vector, dict[str, _Vector]]:
+) -> tuple[_Vector | None, dict[str, _Vector]]:
     """Check the promises of `Layer` for one input and one gradient of the output.
 
     Input and parameters are read-only arrays, which raise if the layer writes to them.
@@ -415,6 +416,7 @@ def check_parallel_layer(
     _compare("output", own_y, take_output(y), tolerance)
     own_dx, own_gradients = check_layer_promises(layer, owns, own_x, own_r)
     if dx is not None:
+        assert own_dx is not None, "the parallel layer gave no gradient of its input"
         _compare("input's gradient", own_dx, take_input(dx), tolerance)
     written = _written_gradients(layer, owns, own_x, own_r)
     for name, gradient in gradients.items():

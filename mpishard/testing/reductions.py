@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array
+from mpishard.base import Array, DType
 from mpishard.communication import DTYPES, CommunicationBackend, ReductionOperation
 
 SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
@@ -123,13 +123,13 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
         assert sides[0].tobytes() == sides[1].tobytes(), f"{what}: {actual} is not {expected}"
 
 
-def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
+def values(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
     """Return the input of ``rank``, which every rank can compute, as a new array."""
     return _drawn(dtype, shape, rank, salt).copy()
 
 
 @functools.lru_cache(maxsize=1024)  # to draw an array takes longer than most collectives on it
-def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
+def _drawn(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
     generator = np.random.default_rng([rank, salt, 7])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
@@ -180,18 +180,18 @@ class CommunicationChecks:
         The dtypes that the backend can send. Default: all of the contract.
     """
 
-    def __init__(self, dtypes: Sequence[np.dtype[Any]] = DTYPES) -> None:
+    def __init__(self, dtypes: Sequence[DType] = DTYPES) -> None:
         self.dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
         if not self.dtypes:
             raise ValueError("dtypes must name one dtype or more: without one nothing is checked")
 
-    def _cases(self, world: int) -> Iterator[tuple[np.dtype[Any], tuple[int, ...]]]:
+    def _cases(self, world: int) -> Iterator[tuple[DType, tuple[int, ...]]]:
         for dtype in self.dtypes:
             for shape in shapes(world):
                 yield dtype, shape
 
 
-def operations(dtype: np.dtype[Any]) -> list[ReductionOperation]:
+def operations(dtype: DType) -> list[ReductionOperation]:
     """Return the operations that have a meaning for ``dtype``."""
     found = [ReductionOperation.SUM, ReductionOperation.PRODUCT]
     if dtype.kind != "c":
@@ -381,7 +381,7 @@ class MovementChecks(CommunicationChecks):
         """Exchanges of parts of any shape, empty ones among them."""
         world, rank = backend.world_size, backend.rank
 
-        def part(dtype: np.dtype[Any], source: int, target: int) -> Array:
+        def part(dtype: DType, source: int, target: int) -> Array:
             shape = ((source + 2 * target) % 4, 1 + target) if source % 2 else (source * 40,)
             return values(dtype, shape, source, 6 + target)
 

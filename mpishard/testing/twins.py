@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CommunicationError
+from mpishard.base import Array, CommunicationError, DType
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.testing.reductions import (
     CommunicationChecks,
@@ -67,7 +67,7 @@ class TwinChecks(CommunicationChecks):
 
     @staticmethod
     def _calls(
-        backend: CommunicationBackend, dtype: np.dtype[Any], shape: tuple[int, ...]
+        backend: CommunicationBackend, dtype: DType, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
         """Yield the collectives, each with a function that makes the arguments of one call."""
         world, rank = backend.world_size, backend.rank
@@ -172,7 +172,7 @@ class TransferChecks(CommunicationChecks):
         right, left = (rank + 1) % world, (rank - 1) % world
         sizes = (5000, 0, 3, 7000, 511, 513)
 
-        def message(dtype: np.dtype[Any], sender: int, tag: int, number: int) -> Array:
+        def message(dtype: DType, sender: int, tag: int, number: int) -> Array:
             return values(dtype, sizes[number], sender, 100 * tag + number)
 
         for dtype in self.dtypes:

@@ -262,7 +262,7 @@ def _divided(placed: PlacedModule) -> tuple[dict[str, Any], dict[str, Any], dict
     return tensors, others, dict(getattr(state, "_metadata", {}))
 
 
-def _require_reader(module: Any, name: str) -> None:
+def _require_reader(module: torch.nn.Module, name: str) -> None:
     """Refuse a value of a ``state_dict()`` that no submodule reads from one."""
     path, (*prefix, last) = [module], name.split(".")
     for part in prefix:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpishard import checkpoint
-from mpishard.base import Array, as_integer, settings
+from mpishard.base import Array, DType, as_integer, settings
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (
@@ -26,11 +26,11 @@ from mpishard.torch.beside import (
 )
 from mpishard.torch.optimizer import (
     is_elementwise,
-    numbered_parts,
-    parts_of,
+    numbered_parameters,
+    owned_parameters,
     states_of_numbers,
 )
-from mpishard.torch.parameters import Part
+from mpishard.torch.parameters import OwnedParameter
 from mpishard.torch.sharded import ShardedModule, module_of
 
 _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's metadata.
@@ -38,8 +38,8 @@ _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's met
 
 def save(
     path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     *,
     step: int = 0,
@@ -91,7 +91,10 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], model: Any, optimizer: Any = None, scheduler: Any = None
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
 ) -> dict[str, Any]:
     """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
 
@@ -147,7 +150,7 @@ class _ModelView:
         return self._owner.layout.subject
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def checkpoint_dtype(self) -> DType:
         return self._owner.layout.dtype
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
@@ -157,7 +160,7 @@ class _ModelView:
         return self._regions(self._owner.layout.pieces())
 
     def arrays_to_read(self) -> checkpoint.Pieces:
-        return self._regions(self._owner.parameters.held)
+        return self._regions(self._owner.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Any]) -> checkpoint.Pieces:
         owned = self._owner.parameters.owned(pieces)
@@ -243,14 +246,16 @@ class _OptimizerView:
     other states are in `settings`.
     """
 
-    def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
+    def __init__(self, owner: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
         self._owner = owner
         self.optimizer = optimizer
-        parts = parts_of(optimizer)
+        parts = owned_parameters(optimizer)
         rule = getattr(optimizer, "rule", None)
         name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
         self._prefix = f"optimizer/{name}/"
-        self._parts: list[Part] = [part for _, part in numbered_parts(parts, optimizer)]
+        self._parts: list[OwnedParameter] = [
+            part for _, part in numbered_parameters(parts, optimizer)
+        ]
         strange = [part.entry.name for part in self._parts if part.owner is not owner]
         if strange:
             raise ValueError(
@@ -260,7 +265,7 @@ class _OptimizerView:
         self._read: dict[str, dict[int, Any]] = {}
         self._of_numbers = states_of_numbers(optimizer)
 
-    def checkpoint_view(self, model: Any) -> Any:
+    def checkpoint_view(self, model: torch.nn.Module) -> Any:
         return self
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
@@ -299,7 +304,7 @@ class _OptimizerView:
                 flat = value.detach().reshape(-1).numpy()
                 yield start, flat[start - part.start : stop - part.start]
 
-    def expect(self, kinds: Mapping[str, np.dtype[Any]]) -> None:
+    def expect(self, kinds: Mapping[str, DType]) -> None:
         """Allocate this rank's parts of the states that a checkpoint has.
 
         An optimizer of PyTorch makes its states at its first step. Until then only the checkpoint

@@ -70,7 +70,7 @@ def test_groups_hold_whom_the_arithmetic_says(backend, order, replicas):
     assert mesh.model.all_gather(me).tolist() == batch
     assert mesh.model_size == len(batch) == len(set(batch))
     one = [rank for rank in range(backend.world_size) if mesh.replica_of(rank) == mesh.replica_rank]
-    assert mesh.together.all_gather(me).tolist() == one
+    assert mesh.group.all_gather(me).tolist() == one
     assert mesh.replica_size == len(one) == world_size
     dealt = [
         mesh.rank_of(*place[:2], data, replica)
@@ -87,13 +87,13 @@ def test_groups_hold_whom_the_arithmetic_says(backend, order, replicas):
 def test_a_group_that_is_there_is_not_split_off_again():
     def body(backend):
         plain = ProcessMesh(backend, replica=2)
-        assert plain.together is plain.data
+        assert plain.group is plain.data
         assert plain.samples is backend
         rows = ProcessMesh(backend, tensor=2, replica=2)
-        assert rows.model is rows.together
+        assert rows.model is rows.group
         assert rows.samples is rows.replica
         one = ProcessMesh(backend, tensor=2)
-        assert one.together is backend
+        assert one.group is backend
         assert one.samples is one.data
         assert one.replica is one.pipeline
         return rows.describe(), rows.replica.label

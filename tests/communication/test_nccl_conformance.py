@@ -88,8 +88,15 @@ def _through_gpu(name):
     return lambda self, *arguments: self._through_gpu(name, *arguments)
 
 
-for _kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-              "all_to_all"):  # fmt: skip
+for _kind in (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "scatter",
+    "gather",
+    "all_to_all",
+):
     setattr(OnGPU, f"_steps_{_kind}", _through_gpu(f"_steps_{_kind}"))
 
 
@@ -113,8 +120,16 @@ def test_conformance_without_memory_that_all_ranks_share(backend, cupy, nodes, a
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     checks = CommunicationConformance([np.dtype(np.float32)])
     with OnGPU(backend._comm) as world:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
-                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "split",
+            "async_orders",
+            "allocate_shared",
+            "mismatches",
+        ):
             getattr(checks, f"check_{name}")(world)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, copy_into, to_host
+from mpishard.base import Array, DType, copy_into, to_host
 from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
@@ -117,9 +117,9 @@ class PlainModelFiles(ICheckpointableModel):
         return 0
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def checkpoint_dtype(self) -> DType:
         """The dtype of the parameters."""
-        dtype: np.dtype[Any] = self._flat_vector().dtype
+        dtype: DType = self._flat_vector().dtype
         return dtype
 
     def arrays_to_write(self) -> Pieces:
@@ -171,7 +171,7 @@ def choices_of(data: bytes) -> dict[str, Any]:
 
 
 def packed_vector(
-    arrays: Mapping[str, Array], records: Sequence[ParameterEntry], dtype: np.dtype[Any]
+    arrays: Mapping[str, Array], records: Sequence[ParameterEntry], dtype: DType
 ) -> Array:
     """Return the flat vector of named arrays.
 

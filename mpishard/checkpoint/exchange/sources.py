@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import safetensors
 
-from mpishard.base import CheckpointError, check_path
+from mpishard.base import Array, CheckpointError, DType, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER
 from mpishard.checkpoint.format.content import unspelled
 from mpishard.checkpoint.format.manifest import MOST_DIMS, PARAMETERS
@@ -102,8 +102,8 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
 
 
 def _checkpoint_source(reader: CheckpointReader) -> TensorSource:
-    def lazy(kind: str, entry: ParameterEntry, dtype: np.dtype[Any]) -> LazyTensor:
-        def blocks() -> Iterator[np.ndarray[Any, Any]]:
+    def lazy(kind: str, entry: ParameterEntry, dtype: DType) -> LazyTensor:
+        def blocks() -> Iterator[Array]:
             whole = Region.whole(entry.name, entry.shape)
             step = max(1, _BLOCK_BYTES // dtype.itemsize)
             for start in range(0, whole.length, step):
@@ -212,7 +212,7 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
     if len(shape) > MOST_DIMS:
         raise CheckpointError(f"{file}: {name!r} has {len(shape)} dims; {MOST_DIMS} are the most")
 
-    def blocks() -> Iterator[np.ndarray[Any, Any]]:
+    def blocks() -> Iterator[Array]:
         if not shape:
             yield opened.get_tensor(name).reshape(1)
             return

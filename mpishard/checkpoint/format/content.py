@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array
+from mpishard.base import Array, DType
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry, Region
 
@@ -76,7 +76,7 @@ class Checkpointable(CheckpointState, Protocol):
         ...
 
     @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
+    def checkpoint_dtype(self) -> DType:
         """Dtype of the parameters."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import CheckpointError
+from mpishard.base import CheckpointError, DType
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
@@ -44,18 +44,18 @@ _VERSION = 3
 _LONGEST = 1 << 28  # Maximum bytes of a manifest.
 _MOST_BYTES = 1 << 63  # Bytes of an array, and all counts, must be below this number.
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
-_DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
+_DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class KindRecord:
     """Arrays of one kind, one for each parameter: their dtype, and their pieces by parameter."""
 
-    dtype: np.dtype[Any]
+    dtype: DType
     pieces: Mapping[str, tuple[PieceRecord, ...]]
 
     @classmethod
-    def of(cls, dtype: np.dtype[Any], pieces: Iterable[PieceRecord]) -> KindRecord:
+    def of(cls, dtype: DType, pieces: Iterable[PieceRecord]) -> KindRecord:
         """Return the record of pieces of any parameters, in any order."""
         found: dict[str, list[PieceRecord]] = {}
         for piece in pieces:
@@ -95,7 +95,7 @@ class Manifest:
 
     identity: str
     sequence: int
-    dtype: np.dtype[Any]
+    dtype: DType
     parameters: tuple[ParameterEntry, ...]
     arrays: Mapping[str, KindRecord]
     files: Mapping[str, FileRecord]
@@ -387,7 +387,7 @@ def write_manifest(
     directory: Path,
     sequence: int,
     parameters: Sequence[ParameterEntry],
-    dtype: np.dtype[Any],
+    dtype: DType,
     metadata: Mapping[str, Any],
     records: Iterable[Mapping[str, Any]],
 ) -> None:

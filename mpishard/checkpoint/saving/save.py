@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import CheckpointError, as_count, check_path, require_type, to_host
+from mpishard.base import (
+    Array,
+    CheckpointError,
+    DType,
+    as_count,
+    check_path,
+    is_device_array,
+    require_type,
+    to_host,
+)
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     Checkpointable,
@@ -57,7 +66,7 @@ _YIELD_SECONDS = 0.001
 _NO_ROOM = "there is not enough room"
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
+HostPieces = dict[str, list[tuple[Region, Array]]]
 
 
 def save(
@@ -234,7 +243,7 @@ def write_checkpoint(
     path: str | os.PathLike[str],
     backend: CommunicationBackend | None,
     parameters: Sequence[ParameterEntry],
-    dtype: np.dtype[Any],
+    dtype: DType,
     arrays: Pieces,
     metadata: Mapping[str, Any],
 ) -> None:
@@ -291,7 +300,7 @@ class Content:
     """
 
     parameters: Sequence[ParameterEntry]
-    dtype: np.dtype[Any]
+    dtype: DType
     arrays: Pieces
     metadata: Mapping[str, Any]
 
@@ -585,7 +594,7 @@ def _on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
                 )
             # Empty pieces need no place in a file.
             if array.size:
-                is_host = isinstance(array, np.ndarray)
+                is_host = not is_device_array(array)
                 host = np.ascontiguousarray(array if is_host else to_host(array))
                 # `to_host` has copied CuPy arrays already, and NumPy cannot test them.
                 if staging is not None and is_host and np.may_share_memory(host, array):
@@ -604,7 +613,7 @@ def _staged_bytes(arrays: Pieces) -> int:
         aligned(array.nbytes)
         for given in arrays.values()
         for _, array in given
-        if isinstance(array, np.ndarray)
+        if not is_device_array(array)
     )
 
 

@@ -131,7 +131,8 @@ class Regions:
         number, offset = place
         memory = self._memory[number]()
         assert memory is not None
-        return memory[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+        view: Array = memory[offset : offset + like.nbytes].view(like.dtype)
+        return view.reshape(like.shape)
 
     def shared_arrays(
         self,

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 from mpishard.base import (
     Array,
     CommunicationError,
+    DType,
     MpishardError,
     NotInitializedError,
     address,
@@ -364,7 +365,8 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.all_reduce(np.array([b.rank, 1])).tolist())
         [[6, 4], [6, 4], [6, 4], [6, 4]]
         """
-        return self.all_reduce_async(array, operation, out=out, subject=subject).wait()
+        result: Array = self.all_reduce_async(array, operation, out=out, subject=subject).wait()
+        return result
 
     def all_reduce_async(
         self,
@@ -436,9 +438,10 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.reduce_scatter(np.arange(6) * b.rank).tolist())
         [[0, 6], [12, 18], [24], [30]]
         """
-        return self.reduce_scatter_async(
+        piece: Array = self.reduce_scatter_async(
             array, operation, counts=counts, strict=strict, out=out, subject=subject
         ).wait()
+        return piece
 
     def reduce_scatter_async(
         self,
@@ -507,7 +510,8 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.all_gather(np.full(b.rank, b.rank)).tolist())[0]
         [1, 2, 2, 3, 3, 3]
         """
-        return self.all_gather_async(array, out=out, subject=subject).wait()
+        whole: Array = self.all_gather_async(array, out=out, subject=subject).wait()
+        return whole
 
     def all_gather_async(self, array: Array, *, out: Array | None = None, subject: int = 0) -> Work:
         """Issue an `all_gather` without waiting for it."""
@@ -555,7 +559,8 @@ class CommunicationBackend(ITransport):
         ...     np.array([7.0, 8.0]) if b.rank == 2 else None, root=2).tolist())
         [[7.0, 8.0], [7.0, 8.0], [7.0, 8.0], [7.0, 8.0]]
         """
-        return self.broadcast_async(array, root, subject=subject).wait()
+        sent: Array = self.broadcast_async(array, root, subject=subject).wait()
+        return sent
 
     def broadcast_async(self, array: Array | None, root: int = 0, *, subject: int = 0) -> Work:
         """Issue a `broadcast` without waiting for it."""
@@ -615,7 +620,10 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.scatter(np.arange(6) if b.rank == 0 else None).tolist())
         [[0, 1], [2, 3], [4], [5]]
         """
-        return self.scatter_async(array, root, counts=counts, strict=strict, subject=subject).wait()
+        piece: Array = self.scatter_async(
+            array, root, counts=counts, strict=strict, subject=subject
+        ).wait()
+        return piece
 
     def scatter_async(
         self,
@@ -668,7 +676,8 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.gather(np.array([b.rank]), root=1))[1].tolist()
         [0, 1, 2, 3]
         """
-        return self.gather_async(array, root, subject=subject).wait()
+        whole: Array | None = self.gather_async(array, root, subject=subject).wait()
+        return whole
 
     def gather_async(self, array: Array, root: int = 0, *, subject: int = 0) -> Work:
         """Issue a `gather` without waiting for it."""
@@ -893,7 +902,7 @@ class CommunicationBackend(ITransport):
                 ".astype(float)"
             )
         call = Call.describe(Kind.ALLOCATE_SHARED, wanted)
-        memory = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
+        memory: Array | None = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
         if memory is None:
             return None
         self._regions.add(memory)
@@ -1021,11 +1030,12 @@ class CommunicationBackend(ITransport):
         steps = self._take(source_rank, count, tag, None)
         transfer = self._begin(steps, source_rank, tag)
         try:
-            return transfer.wait()
+            message: Array = transfer.wait()
         except BaseException:
             # No caller holds it, so it must not take a later message.
             transfer.cancel()
             raise
+        return message
 
     def receive_async(
         self, source_rank: int, count: int, tag: int = 0, *, dtype: DTypeLike
@@ -1063,7 +1073,7 @@ class CommunicationBackend(ITransport):
         steps = self._take(source_rank, count, tag, expected)
         return self._begin(steps, source_rank, tag)
 
-    def _take(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
+    def _take(self, source: int, count: int, tag: int, dtype: DType | None) -> Steps:
         """Return the next message after those that earlier receives of (source, tag) take."""
         receives, turn = self._receives, object()
         line = receives.setdefault((source, tag), deque())

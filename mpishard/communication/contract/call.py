@@ -23,6 +23,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     CommunicationError,
+    DType,
     array_namespace,
     as_flag,
     as_index,
@@ -32,7 +33,7 @@ from mpishard.base import (
 )
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 
-DTYPES: tuple[np.dtype[Any], ...] = tuple(
+DTYPES: tuple[DType, ...] = tuple(
     np.dtype(t)
     for t in (
         np.bool_,
@@ -101,7 +102,7 @@ class Call:
     sequence: int
     kind: Kind
     operation: ReductionOperation | None
-    dtype: np.dtype[Any] | None
+    dtype: DType | None
     shape: tuple[int, ...] | None
     root: int
     counts_hash: int
@@ -347,9 +348,7 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    def share_reduce(
-        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
-    ) -> None:
+    def share_reduce(self, call: Call, nodes: Any, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a reduction of arrays that each node's ranks share.
 
         ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
@@ -364,9 +363,7 @@ class Traffic:
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def share_gather(
-        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
-    ) -> None:
+    def share_gather(self, call: Call, nodes: Any, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a gather of pieces of ``sizes`` elements, once to each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
@@ -421,7 +418,7 @@ def check_array(
         )
 
 
-def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> None:
+def check_out(out: Array, shape: tuple[int, ...], dtype: DType, name: str) -> None:
     """Refuse an ``out`` for a result of this ``shape`` and ``dtype``; errors as `check_array`."""
     check_array(out, name, is_written=True)
     if out.shape != shape or out.dtype != dtype:
@@ -481,9 +478,9 @@ def piece_sizes(
 
 def refuse_other_message(
     size: int,
-    dtype: np.dtype[Any],
+    dtype: DType,
     expected_size: int,
-    expected_dtype: np.dtype[Any] | None,
+    expected_dtype: DType | None,
     source: int,
     tag: int,
 ) -> None:

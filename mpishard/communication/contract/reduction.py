@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpishard.base import Array, Kernel, array_namespace, chunk_length, is_device_array
+from mpishard.base import Array, DType, Kernel, array_namespace, chunk_length, is_device_array
 
 
 class ReductionOperation(IntEnum):
@@ -49,7 +49,7 @@ _MEANINGLESS = ("", "", "c", "c", "iub")
 """Kinds of dtypes for which an operation has no meaning, by the operation's number."""
 
 
-def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
+def check_reducible(dtype: DType, operation: object) -> None:
     """Refuse an operation that has no meaning for a dtype.
 
     Raises
@@ -81,7 +81,7 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 
 
 @functools.cache
-def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulation_dtype(dtype: DType) -> DType:
     """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
@@ -125,7 +125,7 @@ def _divide(sums: Array, divisor: int, out: Array) -> None:
 
 
 @functools.cache
-def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
+def _combiner(xp: Any, operation: ReductionOperation, dtype: DType) -> Callable[..., Any]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
     ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
     if xp is not np and dtype == np.float32:
@@ -273,7 +273,7 @@ class TreeReducer:
             if result is not target or not direct:
                 out[start:stop] = result
 
-    def _buffers(self, xp: Any, dtype: np.dtype[Any], length: int, count: int) -> list[Array]:
+    def _buffers(self, xp: Any, dtype: DType, length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < length:

@@ -14,9 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
-import numpy as np
-
-from mpishard.base import Array, CommunicationError, MpishardError
+from mpishard.base import Array, CommunicationError, DType, MpishardError
 from mpishard.communication.contract.call import Call, MessageWait, Traffic
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.subject import Subjects
@@ -384,9 +382,7 @@ class ITransport(ABC):
         yield from ()
 
     @abstractmethod
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: DType | None) -> Steps:
         """Return the next message of (source, tag) as a new array.
 
         Only one such generator runs at a time for each (source, tag), in the order in which

@@ -18,6 +18,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     CommunicationError,
+    DType,
     PeerError,
     is_device_array,
     require_type,
@@ -458,9 +459,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
         yield from self._joined()[1].mail.post(array, destination, tag)
 
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: DType | None) -> Steps:
         mail, sender = self._joined()[1].mail, self.world_ranks[source]
         array, on_device = yield from mail.receive(source, count, tag, dtype, sender)
         return to_device(array) if on_device else array

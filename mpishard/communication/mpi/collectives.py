@@ -25,6 +25,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     CollectiveMismatchError,
+    DType,
     ShardLayout,
     address,
     array_namespace,
@@ -498,7 +499,7 @@ class Collectives:
         self,
         arrays: Mapping[int, Array],
         operation: ReductionOperation,
-        dtype: np.dtype[Any],
+        dtype: DType,
         length: int,
     ) -> Array:
         """Return this node's sums of one piece: one for each of its subtrees, end to end."""

@@ -240,7 +240,7 @@ class RingExchange:
 
     def __init__(self, memory: Array, rank: int, ranks: int) -> None:
         self._rank = rank
-        self._bytes = memoryview(memory)
+        self._bytes = memory.data
         self._numbers = self._bytes.cast("q")
         self._last = 0
         starts = range(0, ranks * _RING_BYTES, _RING_BYTES)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import (
     Array,
+    DType,
     ShardLayout,
     array_namespace,
     is_device_array,
@@ -29,7 +31,7 @@ from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = npt.NDArray[np.uint8]
 
 _LARGE_BYTES = 1 << 30  # a length above 2^31 - 1 would overflow MPI's C int
 _BLOCK_BYTES = 1 << 20  # counted in these blocks, up to 2 PiB fit in a C int
@@ -256,7 +258,7 @@ class MessageChannel:
 
 
 def _as_bytes(array: Array) -> Array:
-    return array.view(array_namespace(array).uint8)
+    return array.view(np.uint8)
 
 
 class Message(Pending):
@@ -345,9 +347,7 @@ class Messages:
 
     # --------------------------------------------------------------------------------- receiving
 
-    def receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None, sender: int
-    ) -> Steps:
+    def receive(self, source: int, count: int, tag: int, dtype: DType | None, sender: int) -> Steps:
         """Take the next message; return its array, and whether it came from a GPU.
 
         ``sender`` is the number of ``source`` in the root world, for errors.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.base import Array, settings
+from mpishard.base import Array, DType, settings
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
@@ -73,7 +73,7 @@ class RowChannel:
         fence: Callable[[], Waitable],
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
-        self._views: dict[tuple[int, np.dtype[Any]], _Rows] = {}
+        self._views: dict[tuple[int, DType], _Rows] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so is aligned for every dtype.
@@ -137,13 +137,13 @@ class RowChannel:
                 slot[: parts[other].size] = parts[other]
         return True
 
-    def _take(self, dtype: np.dtype[Any]) -> list[Array]:
+    def _take(self, dtype: DType) -> list[Array]:
         """Return the slots of all rows that are meant for this rank, and end the round."""
         slots = self._next_rows(dtype).incoming
         self._turn = 1 - self._turn
         return slots
 
-    def _next_rows(self, dtype: np.dtype[Any]) -> _Rows:
+    def _next_rows(self, dtype: DType) -> _Rows:
         """Return the ranks' rows in the set that is next in turn, as arrays of ``dtype``."""
         # Two sets, because with one a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn

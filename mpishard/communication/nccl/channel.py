@@ -9,6 +9,7 @@ import numpy as np
 
 from mpishard.base import (
     Array,
+    DType,
     address,
     array_namespace,
     copy_into,
@@ -124,7 +125,7 @@ class NCCLChannel(MessageChannel):
 
     # ------------------------------------------------------------------------- NCCL's own sums
 
-    def combines(self, dtype: np.dtype[Any], operation: ReductionOperation) -> bool:
+    def combines(self, dtype: DType, operation: ReductionOperation) -> bool:
         """Return whether NCCL itself combines numbers of ``dtype``, in an order of its own."""
         is_product = operation is ReductionOperation.PRODUCT
         return (

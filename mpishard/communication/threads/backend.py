@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
-import numpy as np
-
 from mpishard.base import (
     Array,
     CollectiveTimeoutError,
     CommunicationError,
+    DType,
     PeerError,
     ShardLayout,
     address,
@@ -459,9 +458,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             world.wake([destination])
         return message
 
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
+    def _steps_receive(self, source: int, count: int, tag: int, dtype: DType | None) -> Steps:
         world, address = self._joined(), (source, self._rank, tag)
         yield Condition(lambda: address in world.messages)
         with world.lock:

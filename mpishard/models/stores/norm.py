@@ -82,6 +82,7 @@ def squared_norm(arrays: Sequence[Array]) -> float | Array:
 def _squared_norm_on_device(arrays: Sequence[Array]) -> Array:
     runs: list[Array] = []
     for array in arrays:
+        # Pieces of neighbouring units: one kernel launch for them instead of one for each.
         if runs and lie_end_to_end(runs[-1], array):
             runs[-1] = stretched(runs[-1], int(runs[-1].size + array.size))
         elif array.size:
@@ -96,5 +97,6 @@ def _squared_norm_on_device(arrays: Sequence[Array]) -> Array:
         part = partial[place : place + count]
         _SQUARES.launch(count, run.dtype, run, part, int(run.size))
         place += count
+    # One block adds all partial sums in a fixed order: atomics would change bits from run to run.
     _TOTAL.launch(1, np.float64, partial, total, place)
     return total

@@ -63,12 +63,14 @@ class LinearModel(Model):
         check_sizes(type(self).__name__, features=features, outputs=outputs)
         if feature_names is None:
             feature_names = [f"feature{i}" for i in range(features)]
+        # Names are the keys of the importance, and must differ.
         if len(set(feature_names)) != features or len(feature_names) != features:
             raise ValueError(
                 f"feature_names must be {features} different names, got {len(feature_names)}, of "
                 f"which {len(set(feature_names))} differ"
             )
         self.feature_names = tuple(feature_names)
+        # On the host: it is a statistic of the data, and takes no part in training.
         self._spread = np.ones(features)
         chain = Sequential({"linear": FeatureLinear(features, outputs)})
         super().__init__(
@@ -86,7 +88,8 @@ class LinearModel(Model):
         return self._view("bias").copy()
 
     def _view(self, name: str) -> Array:
-        return self.parameter_table.nested_views(self._parameters())["linear"][name]
+        view: Array = self.parameter_table.nested_views(self._parameters())["linear"][name]
+        return view
 
     # ----------------------------------------------------------------------------------- features
 
@@ -109,7 +112,7 @@ class LinearModel(Model):
         self._features["linear"].active = tuple(indices)
 
     @property
-    def feature_spread(self) -> np.ndarray[Any, Any]:
+    def feature_spread(self) -> Array:
         """Standard deviation of each feature over the data, shape (F,), in the features' units.
 
         `get_feature_importance` multiplies by it. It is 1 until ``model.feature_spread =
@@ -122,7 +125,8 @@ class LinearModel(Model):
         array_namespace(spread)
         self._spread = self._checked_spread(to_host(spread))
 
-    def _checked_spread(self, spread: Any) -> np.ndarray[Any, Any]:
+    def _checked_spread(self, spread: Any) -> Array:
+        # A copy, because the caller may change the array.
         values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
             raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
@@ -143,13 +147,14 @@ class LinearModel(Model):
         importance_F = sizes_OF.mean(axis=0, dtype=np.float64) * self._spread * active_F
         return dict(zip(self.feature_names, importance_F.tolist(), strict=True))
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the part of the coefficients that predictions depend on: by default all."""
         return weight_OF
 
     def get_model_metadata(self) -> ModelMetadata:
         """Return the metadata, with the features' importance unless a wrapper holds parameters."""
         metadata = super().get_model_metadata()
+        # A wrapper holds the coefficients, and gathering them would be collective.
         if self._holder is None:
             metadata.feature_importance = self.get_feature_importance()
         return metadata
@@ -171,7 +176,7 @@ class LinearModel(Model):
         super().take_choices(choices)
         self._spread = self._spread_of(choices)
 
-    def _spread_of(self, choices: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    def _spread_of(self, choices: Mapping[str, Any]) -> Array:
         return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 
@@ -270,7 +275,8 @@ class LogisticRegression(LinearModel):
 
     def predict_classes(self, x: Array) -> Array:
         """Return the likeliest class of each input, integers of shape (B,)."""
-        return self.probabilities(self.predict(x)).argmax(axis=1)
+        classes: Array = self.probabilities(self.predict(x)).argmax(axis=1)
+        return classes
 
     def probabilities(self, logits: Array) -> Array:
         """Return the probability of each class, shape (B, C), for logits of any ``predict``.
@@ -279,9 +285,10 @@ class LogisticRegression(LinearModel):
         """
         if self.classes > 2:
             return Softmax().forward({}, logits, Context(training=False))[0]
+        # 1 - sigmoid(x) would lose the digits of small probabilities.
         return NAMESPACES[type(logits)].concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the coefficients minus their mean over the classes, which softmax cancels."""
         return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF
 
@@ -333,6 +340,7 @@ class MLP(Model):
         device: str | Device = "cpu",
     ) -> None:
         try:
+            # An iterator could be read only once, and is read twice below.
             sizes = list(sizes)
         except TypeError:
             raise TypeError(

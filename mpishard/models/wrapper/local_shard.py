@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ _MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters:
+class LocalShard:
     """The pieces of the parameters on this rank, end to end; all of them if they are replicated.
 
     In mixed precision these are the float32 parameters, which the rank updates.
@@ -67,7 +66,7 @@ class HeldParameters:
             On every rank, in the middle of a round of accumulation.
         """
         engine = self.engine
-        # `together` is a barrier as well: no rank writes while another still reads its values.
+        # `same_outcome` is a barrier as well: no rank writes while another still reads its values.
         with same_outcome(engine.world, engine.layout.subject):
             if getattr(values, "shape", None) != (self.length,):
                 raise ValueError(
@@ -80,6 +79,7 @@ class HeldParameters:
             stop = start + int(target.size)
             copy_into(target, values[start:stop])
             start = stop
+        # Copies, caches and the model itself are derived from what was written.
         engine.read()
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -98,7 +98,7 @@ class HeldParameters:
                 found.append((start, stop))
         return tuple(found)
 
-    def properties(self) -> dict[str, Any]:
+    def properties(self) -> dict[str, object]:
         """Return the metadata that describe the sharding."""
         policy = self.engine.policy
         return {
@@ -151,8 +151,8 @@ def compare_replicas(
     is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
     if is_shared_by_all and not is_on_mesh:
         return 0
-    pieces = parameters.held
-    if parameters.once_per_node:  # the first rank of a node speaks for it
+    pieces = parameters.local_pieces
+    if parameters.once_per_node:  # the first rank of a node reports_loss for it
         is_leader = parameters.backend.local_rank == 0
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
@@ -162,6 +162,7 @@ def compare_replicas(
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
         own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
+    # Rows of numbers and no names: a name travels only if its parameter differs.
     everyone = world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)
     copies: dict[int, dict[int, int]] = {}
     for rank, key, crc in everyone.tolist():
