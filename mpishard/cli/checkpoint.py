@@ -312,7 +312,7 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
             typer.echo(f"  {key}: {json.dumps(_shortened(value))}")
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: object) -> object:
     """Return JSON in which the length replaces a long list or text."""
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -63,7 +62,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, object]:
     """Return the processor, cores, memory, and the versions that speed depends on."""
     import threadpoolctl  # which `mpishard run` does not need
 

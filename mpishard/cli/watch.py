@@ -121,7 +121,7 @@ class _Page(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Print nothing, because a page asks each second."""
 
 
@@ -167,11 +167,11 @@ class _Curves:
 
     def _begin(self, file: tuple[int, int]) -> None:
         self._file, self._read = file, 0
-        self._last: dict[str, Any] = {}
+        self._last: dict[str, object] = {}
         # Numbers and not rows, because a long run has millions and a page asks each second.
         self._steps = {name: array("d") for name in _OF_STEPS}
         self._tests = {name: array("d") for name in _OF_TESTS}
-        self._figures: dict[str, Any] | None = None
+        self._figures: dict[str, object] | None = None
 
     def look(self) -> None:
         """Read the new lines; all lines if a resumed run has written another file.
@@ -213,7 +213,7 @@ class _Curves:
                         column.append(value if isinstance(value, int | float) else math.nan)
         self._read += len(lines)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, object]:
         """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
         if self._figures is None:
             steps = {name: np.array(column) for name, column in self._steps.items()}
@@ -258,7 +258,7 @@ class RunState:
         self._of_ranks: dict[int, int] = {}  # process -> bytes
         self._measured = -math.inf
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, object]:
         """Return the content of the page, for JSON."""
         error = ""
         try:
@@ -309,7 +309,7 @@ class RunState:
         self._of_ranks = {pid: proportional_memory(pid) or 0 for pid in here}
         self._memory = [*self._memory, (time.time(), sum(self._of_ranks.values()))][-_MEMORY_KEPT:]
 
-    def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
+    def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, object]:
         kind, last = _kind(record), record.last
         # A rank that computes is worth a word only while others wait for it.
         kind = "late" if others_wait and kind == "runs" else kind

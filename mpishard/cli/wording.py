@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
@@ -125,7 +125,7 @@ def check_start(command: str, advice: str, *, starts_ranks: bool = True) -> None
         refuse(command, f"this process is a rank already ({variable} is set): {advice}")
 
 
-def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> Any:
+def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> object:
     """Return an option that takes one of ``names``, in any case, or several if it is a list.
 
     The names stand for ``{}`` in ``help_text``.
@@ -134,7 +134,7 @@ def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") ->
     # refusal names the nearest one.
     known = list(names)
 
-    def check(option: typer.CallbackParam, given: Any) -> Any:
+    def check(option: typer.CallbackParam, given: str | list[str] | None) -> str | list[str] | None:
         """Return what was given in lower case; refuse other names."""
         if given is None:
             return None

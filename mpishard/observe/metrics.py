@@ -53,7 +53,7 @@ class MetricsWriter:
         # steps, and a curve over time does not go back.
         self._began = time.monotonic() - max(times)
 
-    def write(self, step: int, **values: Any) -> None:
+    def write(self, step: int, **values: object) -> None:
         """Append a line.
 
         Parameters
@@ -125,7 +125,7 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
     return records
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from mpishard.communication import (
     TRACE_FORMAT,
@@ -19,6 +19,37 @@ from mpishard.communication import (
 )
 
 _KILLED = "its file has no end: the process was killed, or still runs"
+
+
+class TraceEvent(TypedDict, total=False):
+    """The fields of the Trace Event Format that mpishard writes. Events of one kind have some."""
+
+    name: str
+    cat: str
+    ph: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float
+    id: int
+    bp: str
+    args: dict[str, Any]
+
+
+class TraceFacts(TypedDict, total=False):
+    """Facts about a rank and its clock, from the first line of its file; times in microseconds."""
+
+    job: str
+    version: int
+    world_size: int
+    rank: int
+    node: int
+    host: str
+    origin_us: float
+    start_us: float
+    clock_offset_us: float
+    clock_uncertainty_us: float
+    ranks: list[TraceFacts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +105,7 @@ class JobTrace:
             )
         self.job: str = about["job"]
         own = [lines.about for lines in self._files]
-        self.ranks: list[dict[str, Any]] = about["ranks"] if self._is_merged else own
+        self.ranks: list[TraceFacts] = about["ranks"] if self._is_merged else own
         self.endings: dict[int, TraceEnd] = {}
 
     @property
@@ -82,7 +113,7 @@ class JobTrace:
         """Number of ranks."""
         return len(self.ranks)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[TraceEvent]:
         """Yield every event, rank by rank, with ``ts`` counted from the job's start.
 
         Raises
@@ -148,13 +179,13 @@ class _Lines:
                 f"{path} does not begin as a trace of mpishard does; it is torn, or another "
                 f"program wrote it: {line[:60].strip()!r}"
             )
-        self.about: dict[str, Any] = about
+        self.about: TraceFacts = about
         if about["version"] != TRACE_VERSION:
             raise ValueError(
                 f"{path} has version {about['version']}, and this mpishard reads {TRACE_VERSION}"
             )
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[TraceEvent]:
         with self.path.open(encoding="utf-8", errors="replace") as stream:
             next(stream)
             torn = 0
@@ -266,14 +297,14 @@ def _merged(trace: JobTrace) -> Iterator[str]:
     yield last_line({"ranks": ends})
 
 
-def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _with_arrows(events: Iterator[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield the events, and the two ends of an arrow for each message with both of its sides.
 
     The k-th message of a world, sender, receiver and tag is the same on both sides. A message that
     arrives before it was sent has no arrow: the clocks are wrong, or a message that was sent before
     the trace began has shifted the numbers of one side.
     """
-    waiting: dict[tuple[Any, ...], dict[str, Any]] = {}
+    waiting: dict[tuple[object, ...], TraceEvent] = {}
     count = 0
     for event in events:
         yield event
@@ -293,7 +324,7 @@ def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             count += 1
             for side, at in ((sent, sent["ts"]), (received, arrival)):
                 phase = _ENDS[side["name"]]
-                yield {
+                arrow: TraceEvent = {
                     "name": "message",
                     "cat": "message",
                     "ph": phase,
@@ -301,6 +332,8 @@ def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                     "pid": side["pid"],
                     "tid": side["tid"],
                     "ts": round(at, 3),
-                    # Binds the arrow to the span around its end (Trace Event Format).
-                    **({"bp": "e"} if phase == "f" else {}),
                 }
+                if phase == "f":
+                    # Binds the arrow to the span around its end (Trace Event Format).
+                    arrow["bp"] = "e"
+                yield arrow

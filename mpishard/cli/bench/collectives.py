@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.table import Table
 
-from mpishard.base import ShardLayout
+from mpishard.base import Array, DType, ShardLayout
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend, load_mpi
@@ -139,7 +139,7 @@ class CollectiveBenchmark:
 
 
 def _ways(
-    backend: CommunicationBackend, mpi: Any, kind: str, nbytes: int, dtype: Any
+    backend: CommunicationBackend, mpi: Any, kind: str, nbytes: int, dtype: DType
 ) -> dict[str, Way]:
     """Return the ways of a collective that has an array."""
     world, rank, ours = backend.world_size, backend.rank, getattr(backend, kind)
@@ -150,10 +150,10 @@ def _ways(
     whole, mine = np.empty(length, dtype), np.arange(world)
     size = counts[rank] if kind == "reduce_scatter" else length
     out, mpi_out = np.empty(size, dtype), np.empty(size, dtype)
-    shared: Any = np.empty(size, dtype)
+    shared: Array | None = np.empty(size, dtype)
     expected = np.repeat(mine + 1, counts) if is_gather else np.array([(mine + 1).sum()])
     # Each way, and the array with its result, or None.
-    found: dict[str, tuple[Way, Any]] = {"ours": (lambda: ours(source, out=out), out)}
+    found: dict[str, tuple[Way, Array | None]] = {"ours": (lambda: ours(source, out=out), out)}
     if kind == "all_reduce":
         # In place the result is the next input: sums of ones would overflow.
         zeros = np.zeros_like(source)

@@ -29,7 +29,7 @@ _RANK = "rank"
 _REPEATED = "One of {}; may be repeated. Default: all."
 
 
-def _count(help_text: str, minimum: int = 1) -> Any:
+def _count(help_text: str, minimum: int = 1) -> object:
     """Return an option that takes a number; its default is shown unless the minimum is 0."""
     return typer.Option(min=minimum, show_default=minimum > 0, help=help_text)
 

@@ -16,6 +16,7 @@ from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
+from mpishard.models import ShardedModelBase
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
 from mpishard.optimizers import AdamW, uses_numba
 from mpishard.sharding import ShardingConfiguration
@@ -33,8 +34,6 @@ CONTEXT = 128
 
 _VOCABULARY = 256
 
-Matrix = Array
-
 
 def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:
     """Return a GPT without arrays yet, in float32.
@@ -49,7 +48,7 @@ def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:
     )
 
 
-def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Matrix, Matrix]:
+def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Array, Array]:
     """Return random inputs and targets of a GPT."""
     found = np.random.default_rng(seed).integers(0, _VOCABULARY, (sequences, context + 1))
     # Copies, because all columns but one are no contiguous array.
@@ -68,11 +67,11 @@ def training_step(
     config: ShardingConfiguration,
     plain: nn.Model,
     strategy: str,
-    x: Matrix,
-    y: Matrix,
+    x: Array,
+    y: Array,
     rule: AdamW | None = None,
     **options: Any,
-) -> tuple[Any, Callable[[], object]]:
+) -> tuple[ShardedModelBase, Callable[[], object]]:
     """Return the sharded model, and the step that trains it on one batch."""
     model = as_distributed(plain, config, strategy, **options)
     rule = rule or AdamW(1e-3, weight_decay=0.01)

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -65,7 +64,7 @@ class Finding:
 
     name: str
     text: str
-    value: Any = None
+    value: object = None
     fix: str | None = None
     is_problem: bool = False
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import load_cupy, settings
+from mpishard.base import Array, load_cupy, settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import open_processes
 from mpishard.cli.doctor.mpi import why_it_failed
@@ -105,7 +105,8 @@ def examine_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
     driver = _driver()
     if driver is not None:
         yield driver
-    cupy = _cupy(driver.value["cuda"] if driver is not None and driver.value else None)
+    known = driver.value if driver is not None and isinstance(driver.value, dict) else {}
+    cupy = _cupy(known.get("cuda"))
     if cupy is None:
         return
     yield cupy
@@ -231,7 +232,7 @@ def main() -> None:
     backend.shutdown()
 
 
-def _all_reduce(backend: CommunicationBackend, own: Any) -> None:
+def _all_reduce(backend: CommunicationBackend, own: Array) -> None:
     """Sum float64 over the ranks, and check the result."""
     own[:] = backend.rank + 1.0
     total = backend.all_reduce(own)
@@ -244,7 +245,7 @@ def _all_reduce(backend: CommunicationBackend, own: Any) -> None:
 def _try_on_gpu(operation: str) -> None:
     from mpi4py import MPI
 
-    cupy: Any = load_cupy()
+    cupy = load_cupy()
     comm = MPI.COMM_WORLD
     # Two ranks on one GPU are enough for the test.
     cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
@@ -266,7 +267,7 @@ def _is_right(comm: Any, cupy: Any, operation: str, length: int, waits: bool) ->
     halves = [length // 2] * 2
     part = slice(rank * length // 2, (rank + 1) * length // 2)
     # Arguments, the array that holds the result, and the expected numbers at its start.
-    calls: dict[str, tuple[list[Any], Any, Any]] = {
+    calls: dict[str, tuple[list[object], Any, Array]] = {
         "Allreduce": ([own, out[:length]], out, first + second),
         "Allgatherv": ([own, [out, [length] * 2]], out, np.append(first, second)),
         "Alltoallv": ([[own, halves], [out, halves]], out, np.append(first[part], second[part])),

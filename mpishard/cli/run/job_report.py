@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpishard.base import settings
 from mpishard.cli.run.logs import RankLogs
@@ -211,7 +210,7 @@ class JobEnd:
             return f"{self._who(first)} {_how(first.exit_code)}"
         return f"the job ended with code {result.code}"
 
-    def summary(self, result: JobResult) -> dict[str, Any]:
+    def summary(self, result: JobResult) -> dict[str, object]:
         """Return the end of the job and of each rank, for JSON."""
         codes = {process.rank: process.exit_code for process in self.ended}
         ranks = []

@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mpishard.base import settings
 from mpishard.cli.run.job_report import JobEnd, JobResult, Outcome, interrupted
@@ -394,7 +394,7 @@ class Supervisor:
     def _wait(self, launcher: int, seconds: float) -> None:
         """Wait until the job ends, a request for another number of ranks comes, or time is up."""
         resizing = self.resizing
-        watched: list[Any] = [launcher, *resizing.sockets]
+        watched: list[int | socket.socket] = [launcher, *resizing.sockets]
         is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
         is_ending = self._is_ending or notice.is_given or bool(self.received)
         if is_asked:

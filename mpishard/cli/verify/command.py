@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -30,7 +30,7 @@ _TARGET = (
 _ARGUMENTS = "Of a script, after --; it takes -n, --steps and --tolerance only."
 
 
-def _flag(help_text: str, minimum: int | None = None) -> Any:
+def _flag(help_text: str, minimum: int | None = None) -> object:
     """Return an option whose help text has its default."""
     return typer.Option(help=help_text, min=minimum, show_default=False)
 

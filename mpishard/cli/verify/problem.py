@@ -223,7 +223,7 @@ def _faults_of_model(model: Any, dtype: str | None) -> Iterator[str]:
         yield f"--precision compares ranks in float32 with float64 alone: {text}"
 
 
-def _faults_of_options(options: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of_options(options: Mapping[str, object]) -> Iterator[str]:
     where = "the dict of factory(seed)"
     for name in options:
         # The command needs the mesh before it calls the factory, to start its ranks.

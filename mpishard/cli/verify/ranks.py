@@ -19,6 +19,7 @@ from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Layer
+from mpishard.optimizers import ShardedOptimizerBase
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
 # Causes come before their effects: of the first step that differs, the first kind is explained.
@@ -109,7 +110,9 @@ def compare(
     )
 
 
-def _wrapped(backend: CommunicationBackend, job: VerifyJob, problem: Problem) -> tuple[Any, Any]:
+def _wrapped(
+    backend: CommunicationBackend, job: VerifyJob, problem: Problem
+) -> tuple[Any, ShardedOptimizerBase]:
     """Return the sharded model and its optimizer. Collective."""
     config = ShardingConfiguration(
         backend,

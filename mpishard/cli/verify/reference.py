@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mpishard.cli.verify.textbook import Textbook
 from mpishard.cli.wording import say
 from mpishard.data import take
 from mpishard.distributed import STRATEGY_OPTIONS
-from mpishard.nn import Model
+from mpishard.nn import Layer, Model
 from mpishard.tensor import check_sequence
 
 _OF_LAYERS = (
@@ -94,7 +94,9 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         indices = job.batch(step, len(problem.x))
         x, y = take(problem.x, indices), take(problem.y, indices)
 
-        def evaluate(theta: Array, step: int = step, x: Array = x, y: Array = y) -> Any:
+        def evaluate(
+            theta: Array, step: int = step, x: Array = x, y: Array = y
+        ) -> tuple[float, Array]:
             model.set_parameters(theta.copy())  # a copy, because a model may keep and change it
             loss, gradient = _gradient(problem, step, x, y)
             return loss, gradient * textbook.trained
@@ -153,7 +155,7 @@ def fitted(job: VerifyJob, problem: Problem) -> VerifyJob:
 
 
 def _check_sequence(
-    job: VerifyJob, problem: Problem, layers: Any, input_shape: tuple[int, ...]
+    job: VerifyJob, problem: Problem, layers: Mapping[str, Layer], input_shape: tuple[int, ...]
 ) -> None:
     """Refuse sequence parallelism without sequences, or whose parts would be unequal."""
     try:

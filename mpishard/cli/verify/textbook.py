@@ -54,7 +54,7 @@ class Textbook:
         self.trained = self._spread(trained)
         """True for each element that is trained."""
 
-    def _spread(self, values: Sequence[Any]) -> Array:
+    def _spread(self, values: Sequence[float]) -> Array:
         """Return one value for each element, from one for each parameter."""
         return np.repeat(values, [entry.size for entry in self._entries])
 
