@@ -267,7 +267,7 @@ def _is_right(comm: Any, cupy: Any, operation: str, length: int, waits: bool) ->
     halves = [length // 2] * 2
     part = slice(rank * length // 2, (rank + 1) * length // 2)
     # Arguments, the array that holds the result, and the expected numbers at its start.
-    calls: dict[str, tuple[list[object], Any, Array]] = {
+    calls: dict[str, tuple[list[object], Array, Array]] = {
         "Allreduce": ([own, out[:length]], out, first + second),
         "Allgatherv": ([own, [out, [length] * 2]], out, np.append(first, second)),
         "Alltoallv": ([[own, halves], [out, halves]], out, np.append(first[part], second[part])),

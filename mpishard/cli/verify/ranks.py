@@ -60,7 +60,7 @@ def compare(
     entries = problem.entries(start.size)
     model, optimizer = _wrapped(backend, job, problem)
     # Norms under mixed precision, because `rounding_bounds` knows a bound for norms alone.
-    size: Any = np.linalg.norm if job.precision else _largest
+    size = _norm if job.precision else _largest
     columns = {"parameters": len(entries), "own gradients": len(entries)}
     # Without "start", which explains wrong parameters of step 0 and has no errors of its own.
     mine = {kind: np.zeros((job.steps + 1, columns.get(kind, 1))) for kind in [*_CAUSES][1:]}
@@ -170,6 +170,10 @@ def rounding_bounds(model: Any) -> tuple[float, float]:
 def _leaves(layer: Layer) -> list[Layer]:
     inner = [leaf for child in layer.children.values() for leaf in _leaves(child)]
     return inner or [layer]
+
+
+def _norm(values: Array) -> float:
+    return float(np.linalg.norm(values))
 
 
 def _largest(values: Array) -> float:
