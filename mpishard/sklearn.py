@@ -48,6 +48,8 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         world_size: int = 2,
         random_state: Any = None,
     ) -> None:
+        # scikit-learn copies an estimator by these attributes, which must be the arguments
+        # themselves.
         self.model = model
         self.hidden = hidden
         self.optimizer = optimizer
@@ -144,12 +146,13 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         )
         return seed, result.model.gather_full_parameters(), result.fitness_history
 
-    def _outputs(self, X: Any) -> Array:
+    def _outputs(self, X: object) -> Array:
         check_is_fitted(self, "parameters_")
         x = validate_data(self, X, reset=False, accept_sparse="csr", dtype=_DTYPES)
         model = self.model_
         if not is_sparse(x):
             return np.asarray(model.predict(x))
+        # Sparse rows become dense a batch at a time, as in fit().
         parts = np.array_split(np.arange(x.shape[0]), -(-x.shape[0] // self.batch_size))
         return np.concatenate([model.predict(take(x, rows)) for rows in parts])
 
@@ -159,7 +162,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         return tags
 
 
-def _sample_weights(sample_weight: Any, x: Any) -> Array | None:
+def _sample_weights(sample_weight: object, x: object) -> Array | None:
     """Return weights that scikit-learn accepts, shape (n,), or None."""
     if sample_weight is None:
         return None
@@ -258,7 +261,7 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         )
         self.class_weight = class_weight
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on samples of shape (n, features) and n labels. Collective under MPI.
 
         Parameters
@@ -282,12 +285,14 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         self.classes_, targets = np.unique(labels, return_inverse=True)
         weights = self._weights(_sample_weights(sample_weight, x), labels, targets)
         self._design_for(len(self.classes_))
+        # Any seed serves, because only the shape of the outputs is looked at.
         model = self._made(0)
         logits = self.n_outputs_
         if isinstance(getattr(model, "default_loss_function", None), BinaryCrossEntropy):
             logits = 1
             if self.n_outputs_ > 2:
                 raise ValueError(f"{self.n_outputs_} classes need as many logits, not one")
+            # This loss takes targets in the shape of its logits.
             targets = targets[:, None].astype(x.dtype)
         shape = np.shape(model.predict(take(x, np.arange(1))))
         if shape != (1, logits):
@@ -313,16 +318,17 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         result: Array = of_class[places] if weights is None else of_class[places] * weights
         return result
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: object) -> Array:
         """Return the probability of each class, shape (n, classes), in order of ``classes_``."""
         logits = self._outputs(X).astype(np.float64)
         if logits.shape[1] < len(self.classes_):  # one logit is that of the second class
             logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
+        # Without the maximum, exp() of large logits would overflow.
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
         result: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
         return result
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: object) -> Array:
         """Return the most probable class of each sample, shape (n,)."""
         probabilities = self.predict_proba(X)
         found: Array = self.classes_[probabilities.argmax(axis=1)]
@@ -348,7 +354,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
 
     _loss = MSE
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on samples of shape (n, features) and their targets. Collective under MPI.
 
         Parameters
@@ -370,12 +376,13 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
             self, X, y, accept_sparse="csr", dtype=_DTYPES, multi_output=True, y_numeric=True
         )
         self._is_flat = targets.ndim == 1
+        # Targets of shape (n,) would be broadcast against outputs of shape (n, 1).
         columns = targets[:, None] if self._is_flat else targets
         self._design_for(columns.shape[1])
         weights = _sample_weights(sample_weight, x)
         return self._train(x, columns.astype(x.dtype, copy=False), weights)
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: object) -> Array:
         """Return the predictions, in the shape of the targets: (n,) or (n, outputs)."""
         found = self._outputs(X)
         return found[:, 0] if self._is_flat else found

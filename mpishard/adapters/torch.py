@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base import Array, DType, Scalar, optional_package, require_plain
+from mpishard.base import Array, Document, DType, Metadata, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
@@ -177,21 +177,21 @@ class TorchModel(PlacedVectorModel):
     def computes_together(self) -> bool:
         return self._placed.computes_together
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the state of the module beside the flat vector, which training may change."""
         from mpishard.torch.beside import saved_state, to_text
 
         state = saved_state(self._placed)
         return {_BESIDE: to_text(state)} if state else {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Metadata) -> None:
         """Refuse state that the module does not have, naming one value."""
         from mpishard.torch.beside import check_state
 
         super().check_choices({n: choices[n] for n in choices if n not in (_BESIDE, _BUFFERS)})
         check_state(self._placed, _beside_in(choices))
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Metadata) -> None:
         """Restore the state of `choices`; without any, the module keeps its state."""
         from mpishard.torch.beside import take_state
 
@@ -207,6 +207,7 @@ class TorchModel(PlacedVectorModel):
         import torch
 
         _check_array("x", x)
+        # Each submodule has a mode of its own, which train() would set for all of them.
         modes = [(module, module.training) for module in self._module.modules()]
         self._module.eval()
         try:
@@ -250,6 +251,7 @@ class TorchModel(PlacedVectorModel):
 
         assert loss is not None
         self._placed.require_placed()
+        # The caller may have disabled gradients, for instance in an evaluation.
         with torch.enable_grad():
             output, prediction = self._run(x)
         total, weight, saved = loss.forward(prediction, y)
@@ -272,6 +274,7 @@ class TorchModel(PlacedVectorModel):
         finally:
             for handle in handles:
                 handle.remove()
+            # After an error, a gradient that is left would be added to that of the next pass.
             for parameter in self._placed.parameters:
                 parameter.grad = None
 
@@ -281,7 +284,7 @@ def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Arra
         receive(index, gradient)
 
 
-def _beside_in(choices: Mapping[str, Any]) -> dict[str, Any]:
+def _beside_in(choices: Metadata) -> Document:
     from mpishard.torch.beside import from_text
 
     if _BUFFERS in choices:
@@ -301,6 +304,7 @@ class TorchLoss(ILossFunction):
         import torch
 
         samples = len(prediction)
+        # PyTorch's mean of no sample is NaN.
         if samples == 0:
             return 0.0, 0.0, (None, None, np.zeros_like(prediction))
         output = torch.from_numpy(prediction)
@@ -323,6 +327,7 @@ class TorchLoss(ILossFunction):
         output, total, zeros = saved
         if output is None:
             return zeros
+        # Not backward(), which would also add to gradients of parameters that the loss has.
         gradient: Array = torch.autograd.grad(total, output)[0].numpy()
         return gradient
 

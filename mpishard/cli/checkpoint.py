@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from mpishard import checkpoint as checkpoints
+from mpishard.base import Document
 from mpishard.checkpoint import (
     COUNT,
     LATEST,
@@ -70,7 +71,7 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
                         "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
                     }
                 )
-            found: dict[str, Any] = {
+            found: Document = {
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
         else:

@@ -7,6 +7,8 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpishard.base import Document
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60  # version 1 of control groups has no word for "none", but the most pages
@@ -62,7 +64,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def describe_machine() -> dict[str, object]:
+def describe_machine() -> Document:
     """Return the processor, cores, memory, and the versions that speed depends on."""
     import threadpoolctl  # which `mpishard run` does not need
 

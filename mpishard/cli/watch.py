@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.base import Array, nearest
+from mpishard.base import Array, Document, nearest
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.cli.wording import refuse, say
 from mpishard.communication import Call, RankRecord, pages_beside, records_at, records_in, verdict
@@ -167,11 +167,11 @@ class _Curves:
 
     def _begin(self, file: tuple[int, int]) -> None:
         self._file, self._read = file, 0
-        self._last: dict[str, object] = {}
+        self._last: Document = {}
         # Numbers and not rows, because a long run has millions and a page asks each second.
         self._steps = {name: array("d") for name in _OF_STEPS}
         self._tests = {name: array("d") for name in _OF_TESTS}
-        self._figures: dict[str, object] | None = None
+        self._figures: Document | None = None
 
     def look(self) -> None:
         """Read the new lines; all lines if a resumed run has written another file.
@@ -213,7 +213,7 @@ class _Curves:
                         column.append(value if isinstance(value, int | float) else math.nan)
         self._read += len(lines)
 
-    def figures(self) -> dict[str, object]:
+    def figures(self) -> Document:
         """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
         if self._figures is None:
             steps = {name: np.array(column) for name, column in self._steps.items()}
@@ -258,7 +258,7 @@ class RunState:
         self._of_ranks: dict[int, int] = {}  # process -> bytes
         self._measured = -math.inf
 
-    def now(self) -> dict[str, object]:
+    def now(self) -> Document:
         """Return the content of the page, for JSON."""
         error = ""
         try:
@@ -268,7 +268,7 @@ class RunState:
             error = str(failure)
         modified = self._curves.modified
         folder = newest_start(self.logs)
-        ended: dict[str, Any] | None = None
+        ended: Document | None = None
         with suppress(OSError, ValueError):  # the job runs, or the file is being written
             ended = json.loads((folder / ENDED).read_text(encoding="utf-8"))
         # A job that has ended left this summary, and its status pages are gone.
@@ -309,7 +309,7 @@ class RunState:
         self._of_ranks = {pid: proportional_memory(pid) or 0 for pid in here}
         self._memory = [*self._memory, (time.time(), sum(self._of_ranks.values()))][-_MEMORY_KEPT:]
 
-    def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, object]:
+    def _rank(self, record: RankRecord, others_wait: bool) -> Document:
         kind, last = _kind(record), record.last
         # A rank that computes is worth a word only while others wait for it.
         kind = "late" if others_wait and kind == "runs" else kind

@@ -13,6 +13,9 @@ from typing import Any, Self, TypeAlias
 from mpishard.base import Array, MissingInterfaceError, MissingMemberError, Scalar
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
 
+UserModel: TypeAlias = Any
+"""A user's model. Its members are looked for by name, and it need not derive from a class here."""
+
 Saved: TypeAlias = Any
 """What a forward pass keeps for its backward pass. Only the layer or loss that made it reads it."""
 
@@ -68,6 +71,7 @@ class ILossFunction(ABC):
         """Return the gradient of the mean loss with respect to the prediction, in its shape."""
         _, weight, saved = self.forward(prediction, target)
         gradient = self.backward(saved)
+        # On a GPU this waits for the sum. `forward` and `backward` do not.
         if counted := float(weight):
             gradient /= counted
         return gradient
@@ -79,6 +83,7 @@ class ILossFunction(ABC):
         return float(total) / counted if counted else 0.0
 
 
+# Not frozen, because a sharded model adds its own facts to those of the plain model.
 @dataclass
 class ModelMetadata:
     """A model's description of itself.
@@ -296,7 +301,7 @@ class IShardedModel(IFullModel):
 
     @property
     @abstractmethod
-    def wrapped_model(self) -> Any:
+    def wrapped_model(self) -> UserModel:
         """The user's model."""
 
     @property

@@ -20,7 +20,7 @@ _MAXIMUM_BYTES = 2**31 - 1  # Maximum size of a message of Protocol Buffers.
 _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # Fields of ModelProto, GraphProto and TensorProto.
 
 
-def export_onnx(model: Any, path: PathLike) -> None:
+def export_onnx(model: object, path: PathLike) -> None:
     """Write the function ``model.predict`` as an ONNX file, in float32.
 
     ONNX Runtime's results differ from the model's by rounding (about 1e-6). The input is named
@@ -50,7 +50,7 @@ def export_onnx(model: Any, path: PathLike) -> None:
     write_model(path, model, _content)
 
 
-def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
+def _content(model: object, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
     if not isinstance(model, Model):
         raise TypeError(f"export_onnx needs a model of mpishard.nn, got a {type(model).__name__}")
     try:
@@ -86,6 +86,7 @@ def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes
         ir_version=_IR_VERSION,
         producer_name="mpishard",
     )
+    # The check compares all shapes, so that a wrongly translated layer is found here.
     onnx.checker.check_model(file, full_check=True)
     # Parameters are inputs only for the check. In the file they are constants.
     del file.graph.input[1:]
@@ -99,10 +100,12 @@ def _encoded(
 
     They are encoded here, because Protocol Buffers would copy the parameters three times.
     """
+    # Fields of a message may be in any order, so that the parameters can come last.
     begin = file.graph.SerializeToString()
     file.ClearField("graph")
     heads = []
     for entry in entries:
+        # Data type 1 is FLOAT.
         head = kinds(dims=entry.shape, data_type=1, name=entry.name)
         data = head.SerializeToString() + _field(_RAW_DATA, 4 * entry.size)
         heads.append(_field(_INITIALIZER, len(data) + 4 * entry.size) + data)
@@ -140,9 +143,10 @@ class _Graph:
         names = [self._names[given] for given in node.inputs]
         return _OPERATIONS[node.op](self, node, *names)
 
-    def constant(self, value: Any) -> str:
+    def constant(self, value: object) -> str:
         """Add a constant, and return its name; integers become int64."""
         array = np.asarray(value)
+        # ONNX takes shapes and axes as int64.
         array = array.astype(np.int64) if array.dtype.kind == "i" else array
         name = f"constant{len(self.constants)}"
         self.constants[name] = np.ascontiguousarray(array).reshape(array.shape)
@@ -175,7 +179,7 @@ def _shape(node: ComputationNode) -> list[int | str]:
     return ["batch", *(f"dim{i}" if n is None else n for i, n in enumerate(node.shape[1:], 1))]
 
 
-def _simple(op: str, **attributes: Any) -> Callable[..., str]:
+def _simple(op: str, **attributes: object) -> Callable[..., str]:
     return lambda graph, node, *names: graph.apply(op, *names, **attributes)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.base import Array, check_path, to_host
 from mpishard.checkpoint import disk
 from mpishard.communication import same_outcome
-from mpishard.contracts import PathLike
+from mpishard.contracts import PathLike, UserModel
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Model
 
@@ -19,7 +19,7 @@ Content = Callable[[Any, Iterator[Array]], Iterable[memoryview | bytes]]
 """Function of a model's structure and its parameters, in table order: it yields a file's parts."""
 
 
-def write_model(path: PathLike, model: Any, content: Content) -> None:
+def write_model(path: PathLike, model: UserModel, content: Content) -> None:
     """Write the ``content`` of a model to ``path``. Collective if the model is sharded.
 
     A file at ``path`` is replaced atomically. Rank 0 writes. It gathers one unit of a sharded model
@@ -54,16 +54,17 @@ def write_model(path: PathLike, model: Any, content: Content) -> None:
                 pass
 
 
-def _chunks(model: Any) -> Iterator[Array]:
+def _chunks(model: UserModel) -> Iterator[Array]:
     yield from model.get_parameter_chunks()
 
 
 def _parameters(model: Model, chunks: Iterator[Array]) -> Iterator[Array]:
     """Yield each parameter as a vector, from chunks that may end anywhere."""
-    held = np.empty(0, model.dtype)
+    chunk = np.empty(0, model.dtype)
     for entry in model.parameter_table.entries:
-        while held.size < entry.size:
+        # A unit has several parameters, and on a mesh a chunk is all of them.
+        while chunk.size < entry.size:
             following = to_host(next(chunks)).reshape(-1)
-            held = np.concatenate([held, following]) if held.size else following
-        yield held[: entry.size]
-        held = held[entry.size :]
+            chunk = np.concatenate([chunk, following]) if chunk.size else following
+        yield chunk[: entry.size]
+        chunk = chunk[entry.size :]

@@ -3,7 +3,7 @@
 To learn how FSDP works, read `strategies/data_parallel`, `wrapper/base`, `engine/engine` and
 `programs/chain`. Chapters, each of which imports only those before it: `stores` hold parameters
 and gradients, `programs` compute, the `engine` steps, the `wrapper` is the surface, and
-`strategies` say what is sharded.
+`strategies` name the vectors that are sharded.
 """
 
 from mpishard.models.engine.engine import Engine

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from mpishard.base import Document
 
 
 class MetricsWriter:
@@ -93,7 +95,7 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[Document]:
     """Return the lines of a metrics file, in order.
 
     A last line without its line break is left out: a run is writing it, or was killed in it.
@@ -108,7 +110,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return parse_metrics(Path(path).read_text(encoding="utf-8", errors="replace"), path)
 
 
-def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[Document]:
     """Return the whole lines of ``text``, which was read from ``path``; see `read_metrics`."""
     records = []
     # The text after the last line break is an incomplete line.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from mpishard.base import Document
 from mpishard.communication import (
     TRACE_FORMAT,
     TRACE_VERSION,
@@ -164,7 +165,7 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.end: dict[str, Any] | None = None
+        self.end: Document | None = None
         with path.open(encoding="utf-8", errors="replace") as stream:
             line = stream.readline()
         try:

@@ -1,4 +1,4 @@
-"""The part of the model that a rank's own flat vector holds, and its place in the model."""
+"""Placements: the parameters of a rank's own flat vector, and their boxes in the model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def range_to_write(size: int, turn: int, holder: int, holder_count: int) -> tupl
 
 
 class Placement:
-    """The place, in the model's flat vector, of each element of a rank's own flat vector.
+    """Relates a rank's own flat vector to the model's: the position of each element there.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class Placement:
                 return
             # Of several ranks that hold a parameter, each writes a part, or nothing.
             first, last = local.written_range if written else (position, local.entry.stop)
-            # The range that is asked for, and the range that this rank writes, may cut a box each.
+            # Both the requested range and the range that this rank writes may cut a box.
             first, last = max(start, first), min(stop, last)
             # Boxes are stacked along dim 0: each follows the one before it in the own vector.
             for box in local.boxes:
@@ -289,9 +289,9 @@ def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
         high = min(region.stop - number * run, run)
         if low < high:
             index = [*outer, *([0] * (len(shape) - joined))]
-            places = (
+            offsets = (
                 (box[0] + i) * stride
                 for box, i, stride in zip(region.box, index, strides, strict=True)
             )
-            first = entry.start + sum(places)
+            first = entry.start + sum(offsets)
             yield first + low, first + high

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.base import Document, Metadata
 from mpishard.torch.buffers import write
 from mpishard.torch.placed import PlacedModule
 
@@ -24,7 +25,7 @@ _SHOWN = 60  # Maximum number of characters of a value in a message.
 # ---------------------------------------------------------------------------------- plain values
 
 
-def to_text(values: Mapping[str, Any]) -> str:
+def to_text(values: Mapping[str, object]) -> str:
     """Return tensors and plain values as text for a checkpoint's metadata.
 
     Values are plain if PyTorch reads them without running code from the file. NumPy's scalars and
@@ -38,7 +39,7 @@ def to_text(values: Mapping[str, Any]) -> str:
     return base64.b64encode(_dumped({k: _plain(v, k) for k, v in values.items()})).decode()
 
 
-def from_text(text: str) -> dict[str, Any]:
+def from_text(text: str) -> Document:
     """Return the values of `to_text`, in their types.
 
     Raises
@@ -47,13 +48,13 @@ def from_text(text: str) -> dict[str, Any]:
         If the text cannot be read.
     """
     try:
-        values: dict[str, Any] = _restored(_loaded(base64.b64decode(text)))
+        values: Document = _restored(_loaded(base64.b64decode(text)))
     except Exception as error:
         raise ValueError(f"PyTorch cannot read its values ({type(error).__name__})") from error
     return values
 
 
-def beside_in(text: str) -> dict[str, Any]:
+def beside_in(text: str) -> Document:
     """Return the values in a checkpoint's text, also in the form of earlier releases.
 
     These had the tensors of a module as "buffers", and other names for parts of an optimizer.
@@ -72,18 +73,20 @@ def beside_in(text: str) -> dict[str, Any]:
     return values
 
 
-def _dumped(value: Any) -> bytes:
+def _dumped(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _loaded(raw: bytes) -> Any:
+    # A checkpoint may come from somebody else, and must not run code when it is read.
     return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 def _plain(value: Any, place: str) -> Any:
     """Return a copy of a value in types that `_loaded` reads."""
+    # Exact types: an object of a subclass may have state that would be lost.
     kind = type(value)
     if value is None or kind in (bool, int, float, complex, str, bytes):
         return value
@@ -106,11 +109,12 @@ def _plain(value: Any, place: str) -> Any:
     return _key(value, place)
 
 
-def _key(value: Any, place: str) -> Any:
+def _key(value: object, place: str) -> Any:
     """Return a plain value for one that a set or the keys of a dict may hold."""
     if type(value) is set:
         return {_key(item, place) for item in value}
     plain = value.item() if isinstance(value, np.generic) else value
+    # PyTorch has no list of the types that it reads, so that it has to try.
     try:
         _loaded(_dumped(plain))
     except Exception as error:
@@ -118,7 +122,7 @@ def _key(value: Any, place: str) -> Any:
     return plain
 
 
-def _refusal(value: Any, place: str) -> TypeError:
+def _refusal(value: object, place: str) -> TypeError:
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
     return TypeError(
@@ -143,7 +147,7 @@ def _restored(value: Any) -> Any:
 # -------------------------------------------------------------------------------- state of modules
 
 
-def saved_state(placed: PlacedModule) -> dict[str, Any]:
+def saved_state(placed: PlacedModule) -> Document:
     """Return all that the ``state_dict()`` of a module has beside the parameters in the vector.
 
     These are buffers, parameters outside of the vector, extra state, and the values of modules that
@@ -166,7 +170,7 @@ def saved_state(placed: PlacedModule) -> dict[str, Any]:
     return {"state_dict": values, "versions": versions} if values else {}
 
 
-def check_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
+def check_state(placed: PlacedModule, saved: Metadata) -> None:
     """Refuse values that this module does not have.
 
     Raises
@@ -187,7 +191,7 @@ def check_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
             )
 
 
-def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
+def take_state(placed: PlacedModule, saved: Metadata) -> None:
     """Give the values of `saved_state` to the module, which may have more.
 
     Raises
@@ -197,11 +201,13 @@ def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
     """
     tensors, others, _ = _divided(placed)
     values = saved.get("state_dict", {})
+    # Tensors alone are written in place, without a call of the user's code.
     if values.keys().isdisjoint(others):
         for name, value in values.items():
             write(tensors[name], value)
         return
     state = OrderedDict(values)
+    # PyTorch passes these versions to each module, which converts older state by them.
     state._metadata = OrderedDict(saved["versions"])  # type: ignore[attr-defined]
     with errors_of_loading(placed.module):
         result = placed.module.load_state_dict(state, strict=False)
@@ -210,7 +216,7 @@ def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def errors_of_loading(loaded: Any) -> Iterator[None]:
+def errors_of_loading(loaded: object) -> Iterator[None]:
     """Convert errors of a user's ``load_state_dict()`` to a ValueError that names the class."""
     try:
         yield
@@ -225,6 +231,8 @@ def module_unchanged(placed: PlacedModule) -> Iterator[None]:
     """Undo, after the ``with`` statement, changes of attributes and tensors beside the vector."""
     module = placed.module
     in_vector = {id(parameter) for parameter in placed.parameters}
+    # Attributes get the same objects back, and tensors their values, as user code may refer to
+    # them.
     modules = [(m, dict(vars(m)), dict(m._buffers.items())) for m in module.modules()]
     tensors = [*module.buffers(), *(p for p in module.parameters() if id(p) not in in_vector)]
     copies = [tensor.detach().clone() for tensor in tensors]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpishard import checkpoint
-from mpishard.base import Array, DType, as_integer, settings
+from mpishard.base import Array, Document, DType, Metadata, as_integer, settings
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (
@@ -43,7 +43,7 @@ def save(
     scheduler: Any = None,
     *,
     step: int = 0,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Save a sharded model, with its optimizer and scheduler. Collective.
 
@@ -82,6 +82,7 @@ def save(
         As for `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
+    # A parameter that was moved out of the store would be saved with its old values.
     owner.placed.require_placed()
     view = None if optimizer is None else _OptimizerView(owner, optimizer)
     document = {_STEP: as_integer("step", step), _USER: dict(metadata or {})}
@@ -95,7 +96,7 @@ def load(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
-) -> dict[str, Any]:
+) -> Document:
     """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
 
     If it raises, nothing has changed on any rank, unless a disk fails between two reads. To find
@@ -139,21 +140,25 @@ class _ModelView:
         self, owner: ShardedModule, optimizer: _OptimizerView | None, scheduler: Any
     ) -> None:
         self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
-        owner.let_go()
+        # Changes that the user made in gathered parameters go to the pieces, which are saved.
+        owner.free_gathered()
+
+    def checkpointed(self) -> _ModelView:
+        return self
 
     @property
-    def checkpoint_backend(self) -> CommunicationBackend:
+    def backend(self) -> CommunicationBackend:
         return self._owner.backend
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         return self._owner.layout.subject
 
     @property
-    def checkpoint_dtype(self) -> DType:
+    def dtype(self) -> DType:
         return self._owner.layout.dtype
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def parameters(self) -> Sequence[ParameterEntry]:
         return self._owner.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:
@@ -167,7 +172,7 @@ class _ModelView:
         parts = [(piece.start, values) for piece, values in zip(pieces, owned, strict=True)]
         return {"parameters": self._owner.placement.cut(parts)}
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         owner = self._owner
         beside = {"model": saved_state(owner.placed)}
         if self._optimizer is not None:
@@ -181,7 +186,7 @@ class _ModelView:
             _BESIDE: to_text(beside) if owner.backend.rank == 0 else "",
         }
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Metadata) -> None:
         """Load the state beside arrays and undo it, so that errors come before any change."""
         if _BESIDE not in metadata:
             raise ValueError(
@@ -192,6 +197,8 @@ class _ModelView:
         check_state(self._owner.placed, beside["model"])
         if self._scheduler is not None and "scheduler" not in beside:
             raise ValueError("it was saved without a scheduler")
+        # The user's load_state_dict() may raise. Here it is tried, and undone, before arrays are
+        # read.
         with ExitStack() as undone:
             undone.enter_context(module_unchanged(self._owner.placed))
             if self._optimizer is not None:
@@ -200,13 +207,14 @@ class _ModelView:
                 undone.enter_context(_scheduler_unchanged(self._scheduler))
             self._take(beside)
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
+        # Rounded copies and gathered units are older than the arrays that were read.
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()
         self._take(beside_in(metadata[_BESIDE]))
 
-    def _take(self, beside: Mapping[str, Any]) -> None:
+    def _take(self, beside: Metadata) -> None:
         take_state(self._owner.placed, beside["model"])
         if self._optimizer is not None:
             self._optimizer.take(beside["optimizer"])
@@ -216,7 +224,7 @@ class _ModelView:
 
 
 @contextmanager
-def _attributes_unchanged(changed: Any) -> Iterator[None]:
+def _attributes_unchanged(changed: object) -> Iterator[None]:
     """Undo, after the ``with`` statement, assignments to attributes."""
     before = dict(vars(changed))
     try:
@@ -268,10 +276,10 @@ class _OptimizerView:
     def checkpoint_view(self, model: torch.nn.Module) -> Any:
         return self
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         return {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Do nothing, because the model's view restores the optimizer by `take`."""
 
     def arrays_to_write(self) -> checkpoint.Pieces:
@@ -326,7 +334,7 @@ class _OptimizerView:
             for key, values in self._read.items()
         }
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """Return the groups, with names of parameters, and the states that are not arrays."""
         rest = {
             part.entry.name: {
@@ -341,14 +349,14 @@ class _OptimizerView:
         }
         return {"param_groups": self._groups(), "state": rest}
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Document]:
         parts = iter(self._parts)
         return [
             {**group, "params": [next(parts).entry.name for _ in group["params"]]}
             for group in self.optimizer.param_groups
         ]
 
-    def take(self, settings: Mapping[str, Any]) -> None:
+    def take(self, settings: Metadata) -> None:
         """Load the arrays that were read, and ``settings``, into the optimizer."""
         saved = [group["params"] for group in settings["param_groups"]]
         here = [group["params"] for group in self._groups()]

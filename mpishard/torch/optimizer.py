@@ -449,7 +449,7 @@ def _before_step(
     for owner in owners:
         owner.require_reduced("step()")
         owner.placed.require_placed()
-        owner.let_go()
+        owner.free_gathered()
     chosen = [
         sorted(
             (name, str(value.tolist() if isinstance(value, torch.Tensor) else value))
@@ -513,7 +513,7 @@ def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: An
     record("parameters", made)
 
 
-def _refuse_others(made: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_others(made: torch.optim.Optimizer, *_: object) -> None:
     """Refuse, before a step of any optimizer, to update parameters that other ranks own."""
     if hasattr(made, "_mpishard_parts"):
         return
@@ -587,7 +587,7 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
+def is_elementwise(key: str, value: object, shape: object, of_numbers: Collection[str]) -> bool:
     """Return True if a state has a value for each element of a tensor of ``shape``.
 
     ``of_numbers`` has the names that `states_of_numbers` returns.

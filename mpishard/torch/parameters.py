@@ -285,7 +285,7 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         copied = memo[id(self)] = self.detach().clone()
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         values = self.detach().as_subclass(torch.Tensor).contiguous()
         # Memory of its own length, because all memory of a tensor is saved, and without a copy of
         # the values, because `torch.save` would keep all copies to its end.
@@ -328,7 +328,7 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
     def detach(self) -> torch.Tensor:  # `state_dict` calls it.
         return SharedValues.of(self._stored, super().detach())
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         values = super().__getitem__(key)
         # With gradients PyTorch refuses a change of it.
         return values if torch.is_grad_enabled() else SharedValues.of(self._stored, values)
@@ -340,7 +340,7 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
         copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
 

@@ -106,7 +106,7 @@ def test_a_unit_is_a_view_of_what_the_node_holds(backend: Any, problems: Any) ->
         view, (owned,) = store.unshard(unit), store.owned([piece])
         assert np.shares_memory(view, owned) or piece.length == 0
         assert not view.flags.writeable
-        assert backend._regions.locate(view)[0] >= 0
+        assert backend._allocations.locate(view)[0] >= 0
         assert view.ctypes.data % 64 == 0
     optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
 

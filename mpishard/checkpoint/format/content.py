@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array, DType
+from mpishard.base import Array, Document, DType, Metadata
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import UserModel
 from mpishard.sharding import ParameterEntry, Region
 
 _SPELLING = "$float"  # Only key of an object that represents one of the _NUMBERS.
@@ -47,11 +48,11 @@ class CheckpointState(Protocol):
         """Return the pieces to be filled on this rank: writable views, which may overlap."""
         ...
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return other values to restore, such as a step, as JSON. Those of rank 0 are saved."""
         ...
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Finish the restoration, after the arrays of all ranks are filled. May communicate.
 
         Parameters
@@ -62,29 +63,29 @@ class CheckpointState(Protocol):
         ...
 
 
-class Checkpointable(CheckpointState, Protocol):
-    """Model whose parameters can be saved and restored."""
+class CheckpointedModel(CheckpointState, Protocol):
+    """A model's parameters, and all that a checkpoint needs to know of the model."""
 
     @property
-    def checkpoint_backend(self) -> CommunicationBackend | None:
+    def backend(self) -> CommunicationBackend | None:
         """Ranks that save and load together; None for a model of one process."""
         ...
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         """The model's number in collectives, `CommunicationBackend.number_model`; 0 for none."""
         ...
 
     @property
-    def checkpoint_dtype(self) -> DType:
+    def dtype(self) -> DType:
         """Dtype of the parameters."""
         ...
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def parameters(self) -> Sequence[ParameterEntry]:
         """Return the parameters along the flat vector, in order and without gaps."""
         ...
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Metadata) -> None:
         """Refuse metadata that `restored` could not use, before anything is read.
 
         Raises
@@ -95,15 +96,23 @@ class Checkpointable(CheckpointState, Protocol):
         ...
 
 
+class Checkpointable(Protocol):
+    """Model that can be saved and restored."""
+
+    def checkpointed(self) -> CheckpointedModel:
+        """Return the model in the form that checkpoints save and load. Communicates nothing."""
+        ...
+
+
 class CheckpointableOptimizer(Protocol):
     """Optimizer whose state can be saved and restored with its model's parameters."""
 
-    def checkpoint_view(self, model: Any) -> CheckpointState:
+    def checkpoint_view(self, model: UserModel) -> CheckpointState:
         """Return the optimizer's state for the parameters of ``model``."""
         ...
 
 
-def require_checkpointable(model: Any, optimizer: Any = None, training: Any = None) -> None:
+def require_checkpointable(model: UserModel, optimizer: Any = None, training: Any = None) -> None:
     """Refuse arguments that no rank could save or load. Nothing is communicated.
 
     Raises
@@ -112,7 +121,8 @@ def require_checkpointable(model: Any, optimizer: Any = None, training: Any = No
         If the model or the optimizer is not checkpointable, or ``training`` is not a
         `CheckpointState`.
     """
-    if not hasattr(model, "checkpoint_parameters"):
+    # One member is tested, because isinstance does not work with these protocols.
+    if not hasattr(model, "checkpointed"):
         raise TypeError(
             "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "
             f"{type(model).__name__}"
@@ -135,7 +145,8 @@ def states_of(
     training: CheckpointState | None,
 ) -> dict[str, CheckpointState]:
     """Return the states that a checkpoint has, by their names in its metadata."""
-    states: dict[str, CheckpointState] = {"model": model}
+    # A load restores the states in this order, the parameters first.
+    states: dict[str, CheckpointState] = {"model": model.checkpointed()}
     if optimizer is not None:
         states["optimizer"] = optimizer.checkpoint_view(model)
     if training is not None:
@@ -152,6 +163,7 @@ class Kind:
 
 
 ANYTHING = Kind("anything", lambda _: True)
+# Counts become 64-bit integers, which would overflow without an error.
 COUNT = Kind("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < 1 << 63)
 # The types are compared exactly, because True is an int. Larger integers have no float.
 NUMBER = Kind("a number", lambda v: type(v) is float or (type(v) is int and abs(v) < 1 << 1023))
@@ -160,7 +172,7 @@ TEXT = Kind("a text", lambda v: isinstance(v, str))
 
 _LIST = Kind("a list", lambda v: isinstance(v, list))
 
-Form = Kind | list[Any] | tuple[Any, ...] | dict[str, Any]
+Form = Kind | list[Any] | tuple[Any, ...] | Document
 """Form of a JSON value.
 
 It is a `Kind`; ``[form]``, a list of values of this form; ``(form, form)``, a list of two values;
@@ -208,7 +220,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def as_metadata(given: Any) -> dict[str, Any]:
+def as_metadata(given: Any) -> Document:
     """Return a copy of a user's metadata, whose values are not checked; {} for None.
 
     Raises
@@ -225,7 +237,7 @@ def as_metadata(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(metadata: Metadata) -> Document:
     """Return a copy of metadata as JSON, with NumPy scalars and arrays as numbers and lists.
 
     Infinities and NaN stay floats.
@@ -242,6 +254,7 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     # This comes first, because it refuses containers that contain themselves.
     text = json.dumps(found, default=_plain)
     check_keys("metadata", found)
+    # The copy is made of the text, so that it is what a load will return: tuples become lists.
     return dict(json.loads(text))
 
 
@@ -267,6 +280,7 @@ def spelled(value: Any) -> Any:
 def unspelled(value: Any) -> Any:
     """Return the value from the result of `spelled`."""
     if isinstance(value, dict):
+        # A forged file may have another value under this key. It stays as it is.
         if value.keys() == {_SPELLING} and str(value[_SPELLING]) in _NUMBERS:
             return _NUMBERS[value[_SPELLING]]
         return {key: unspelled(item) for key, item in value.items()}
@@ -283,6 +297,7 @@ def check_keys(name: str, value: Any, place: str = "") -> None:
     TypeError, ValueError
         As for `as_json`. The message names the argument, ``name``, and the key.
     """
+    # An array of objects may contain dicts. Arrays of numbers have no keys.
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import CheckpointError, DType
+from mpishard.base import CheckpointError, DType, Metadata
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
@@ -99,7 +99,7 @@ class Manifest:
     parameters: tuple[ParameterEntry, ...]
     arrays: Mapping[str, KindRecord]
     files: Mapping[str, FileRecord]
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
     def __post_init__(self) -> None:
         if not 0 < self.sequence < _MOST_BYTES:
@@ -138,14 +138,14 @@ class Manifest:
 
     def _check_pieces(self, kind: str) -> None:
         pieces = self.arrays[kind].pieces
-        held = {entry.name: entry for entry in self.held(kind)}
+        entries = {entry.name: entry for entry in self.parameters_of(kind)}
         for name in pieces:
-            if name not in held:
+            if name not in entries:
                 raise CheckpointError(
                     f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is not "
                     "a parameter, or is frozen"
                 )
-        for name, entry in held.items():
+        for name, entry in entries.items():
             given = pieces.get(name, ())
             # The check is made before a reader allocates or writes anything, so that a model is
             # never partly loaded.
@@ -161,7 +161,7 @@ class Manifest:
                         f"{piece.file}, which has {nbytes}"
                     )
 
-    def held(self, kind: str) -> list[ParameterEntry]:
+    def parameters_of(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
         has_all = not kind.startswith(_OPTIMIZER)
         return [entry for entry in self.parameters if has_all or entry.trainable]
@@ -314,7 +314,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _from_document(cls, document: Mapping[str, Any]) -> Manifest:
+    def _from_document(cls, document: Metadata) -> Manifest:
         return cls(
             identity=str(document["identity"]),
             sequence=int(document["sequence"]),
@@ -388,7 +388,7 @@ def write_manifest(
     sequence: int,
     parameters: Sequence[ParameterEntry],
     dtype: DType,
-    metadata: Mapping[str, Any],
+    metadata: Metadata,
     records: Iterable[Mapping[str, Any]],
 ) -> None:
     """Write the manifest of the files that the ranks wrote, and sync it to the disk.

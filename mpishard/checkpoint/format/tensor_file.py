@@ -25,7 +25,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from mpishard.base import Array, CheckpointError, DType, check_name
+from mpishard.base import Array, CheckpointError, Document, DType, check_name
 from mpishard.checkpoint.format import disk
 from mpishard.sharding import Region
 
@@ -104,7 +104,7 @@ class TensorFile:
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         # Arrays with wide elements come first. Each array is then aligned to its element size.
         self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        header: Document = {"__metadata__": dict(metadata)}
         start = 0
         for key, tensor in self._tensors.items():
             try:
@@ -117,6 +117,7 @@ class TensorFile:
                     f"{key} has dtype {tensor.dtype}, which no safetensors file holds; it holds "
                     f"{', '.join(_DTYPES)}"
                 )
+            # Offsets count from the end of the header, whose length is not known yet.
             header[key] = {
                 "dtype": code,
                 "shape": list(tensor.shape),
@@ -124,6 +125,7 @@ class TensorFile:
             }
             start += tensor.nbytes
         text = json.dumps(header).encode()
+        # The format allows spaces behind the JSON, and they align the first array.
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
         self.nbytes: int = len(self._header) + start
@@ -198,10 +200,12 @@ class ChecksumThread:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # None ends the thread, also if the writer has raised.
         self._parts.put(None)
         self._thread.join()
 
     def _run(self) -> None:
+        # Blocks and parts have bounds of their own: either may end inside the other.
         crc, filled = 0, 0
         while (rest := self._parts.get()) is not None:
             while rest:
@@ -217,6 +221,7 @@ class ChecksumThread:
 
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
+    # With leading zeros, the names are listed in the order of ranks.
     return f"rank{rank:05d}.safetensors"
 
 
@@ -244,10 +249,11 @@ class FileRecord:
 
     def tear(self, file: Path) -> str:
         """Return a text if ``file`` is missing or of another length than recorded, otherwise ""."""
+        # A read of a pipe or a device could wait for ever.
         if not file.is_file():
             return "is not a regular file" if file.exists() else "is missing"
-        held = file.stat().st_size
-        return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
+        nbytes = file.stat().st_size
+        return "" if nbytes == self.nbytes else f"has {nbytes} of {self.nbytes} bytes"
 
 
 class RankFile:
@@ -301,8 +307,9 @@ class RankFile:
         if not self.is_empty:
             self._file.write(directory / self.name, check)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Document:
         """Return the record of the written file for the manifest, which JSON can represent."""
+        # Pieces are lists and not objects, because rank 0 gets the records of all ranks as text.
         offsets = self._file.offsets
         kinds = {
             kind: {
@@ -335,7 +342,7 @@ def bytes_of(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None) -
     return safetensors.numpy.save(dict(tensors), None if metadata is None else dict(metadata))
 
 
-def tensors_of(data: Any, whose: str = "") -> dict[str, Array]:
+def tensors_of(data: object, whose: str = "") -> dict[str, Array]:
     """Return the arrays in the bytes of ``serialize``. Errors put ``whose`` before that name.
 
     Raises

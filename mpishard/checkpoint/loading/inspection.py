@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mpishard.base import Array, CheckpointError
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
 from mpishard.checkpoint.format.tensor_file import FileRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
@@ -41,7 +40,7 @@ class CheckpointReport:
     shapes: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, str]
     files: Mapping[str, int]
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
     def __str__(self) -> str:
         vectors = ", ".join(f"{kind} ({dtype})" for kind, dtype in self.kinds.items())
@@ -143,6 +142,7 @@ def problems_in(
     """Return what `find_problems` returns, for one directory, which may lack its manifest."""
     try:
         # The manifest is written last. If it is missing, the save was interrupted.
+        # A broken link is there: it is reported as a manifest that cannot be read.
         if not os.path.lexists(directory / MANIFEST):
             return [CheckpointProblem(MANIFEST, (), "it is missing")]
         manifest = Manifest.read(directory)
@@ -155,12 +155,12 @@ def problems_in(
             if reason:
                 tensors = tuple(
                     f"{kind} of {tensor}"
-                    for kind, held in manifest.arrays.items()
-                    for tensor, pieces in held.pieces.items()
+                    for kind, arrays in manifest.arrays.items()
+                    for tensor, pieces in arrays.pieces.items()
                     if any(
                         piece.file == name
                         and piece.offset < high
-                        and low < piece.offset + piece.region.length * held.dtype.itemsize
+                        and low < piece.offset + piece.region.length * arrays.dtype.itemsize
                         for piece in pieces
                     )
                 )
@@ -181,6 +181,7 @@ def _read_through(
         if tear:
             yield 0, record.nbytes, f"it {tear}"
             return
+        # `MappedFile.verify` would stop at the first fault, and here each is listed.
         mapped = MappedFile(file, record, tensors)
     except (OSError, ValueError) as error:
         yield 0, record.nbytes, f"it cannot be read: {error}"
@@ -214,10 +215,11 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
 
     def read(reader: CheckpointReader) -> dict[str, Array]:
         if PARAMETERS not in reader.kinds:
-            held = sorted(reader.kinds)
-            raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
+            kinds = sorted(reader.kinds)
+            raise CheckpointError(f"{reader.path} holds {kinds}, and no {PARAMETERS}")
         return {e.name: reader.read_whole(PARAMETERS, e) for e in reader.parameters}
 
+    # A save may replace the checkpoint while it is read, so that it may have to be opened again.
     reader, arrays = open_whole(lambda: path, None, read)
     reader.close()
     return arrays

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpishard.base import settings
+from mpishard.base import Document, settings
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication import RankState, who
@@ -210,7 +210,7 @@ class JobEnd:
             return f"{self._who(first)} {_how(first.exit_code)}"
         return f"the job ended with code {result.code}"
 
-    def summary(self, result: JobResult) -> dict[str, object]:
+    def summary(self, result: JobResult) -> Document:
         """Return the end of the job and of each rank, for JSON."""
         codes = {process.rank: process.exit_code for process in self.ended}
         ranks = []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import as_count, nearest
-from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel
+from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel, UserModel
 from mpishard.data import check_dataset
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 from mpishard.models import checked_mesh_options
@@ -74,7 +74,7 @@ class Problem:
         Of `MESH_OPTIONS`.
     """
 
-    model: Any
+    model: UserModel
     x: Any
     y: Any
     loss: ILossFunction | None = None
@@ -199,7 +199,7 @@ def _faults(given: Any, dtype: str | None) -> Iterator[str]:
         yield from _faults_of_options(last)
 
 
-def _faults_of_model(model: Any, dtype: str | None) -> Iterator[str]:
+def _faults_of_model(model: UserModel, dtype: str | None) -> Iterator[str]:
     name = type(model).__name__
     # It would also make the reference train on ranks.
     if isinstance(model, IShardedModel):

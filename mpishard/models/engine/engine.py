@@ -144,7 +144,7 @@ class Engine:
         self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array, owners: CommunicationBackend | None = None) -> Array:
-        """Return the sum over ranks of a vector, or rows, with one place per parameter. Collective.
+        """Return the sum over ranks of a vector, or rows, with one entry per parameter. Collective.
 
         Each rank contributes its sums over the elements that it updates. An element with copies on
         several ranks counts once. ``owners`` are the ranks that update different elements, by
@@ -154,9 +154,9 @@ class Engine:
         # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
         if not placement.is_whole:
             counted = {local.entry.name for local in placement.local_parameters if local.is_counted}
-            for place, entry in enumerate(placement.entries):
+            for index, entry in enumerate(placement.entries):
                 if entry.name not in counted:
-                    vector[place] = 0
+                    vector[index] = 0
         owners = owners or self.replica.owners(shards_state=self.policy.shards_state)
         return vector if owners is None else owners.all_reduce(vector, subject=self.layout.subject)
 

@@ -304,7 +304,7 @@ class GradientLeaves:
         gradients : sequence of Array
             Reduced gradients of the common pieces that `index_pieces` has returned.
         """
-        # A place for each common piece of the model: ranks add zeros for those of other owners.
+        # A number for each common piece of the model: ranks add zeros for those of other owners.
         squares = np.zeros(len(self._norm_index))
         with np.errstate(over="ignore"):
             squares[self._own] = read_numbers([block_squares(g).sum() for g in gradients])

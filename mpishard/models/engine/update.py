@@ -304,11 +304,11 @@ class Round:
         if not losses:
             return "the loss or the gradient is not finite"
         sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]
-        wrong = [place for place, value in enumerate(sums) if not math.isfinite(value)]
+        wrong = [rank for rank, value in enumerate(sums) if not math.isfinite(value)]
         if len(sums) == len(losses):
             what = f"the loss of ranks {wrong}" if wrong else "the gradient, and no rank's loss,"
             return f"{what} is not finite (loss sums by rank: {losses})"
-        where = "; ".join(f"{place}: ranks {list(self._replicas[place])}" for place in wrong)
+        where = "; ".join(f"{rank}: ranks {list(self._replicas[rank])}" for rank in wrong)
         what = (
             f"the loss of data ranks {wrong} ({where})"
             if wrong
@@ -317,7 +317,7 @@ class Round:
         return f"{what} is not finite (loss sums by data rank: {sums})"
 
     def refuse_nonfinite(self, what: str, step: int) -> None:
-        """Raise `NonFiniteLossError`, which says ``what``, unless the configuration allows it."""
+        """Raise `NonFiniteLossError` with the text ``what``, unless the configuration allows it."""
         if self._config.allow_nonfinite:
             return
         raise NonFiniteLossError(

@@ -55,7 +55,7 @@ class LocalLayer:
 
 @dataclass(frozen=True, slots=True)
 class LocalLayers:
-    """The layers that a rank computes, and the places of their parameters in its flat vector.
+    """The layers that a rank computes, and the ranges of their parameters in its flat vector.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class _Group:
 
     layers: range
     units: tuple[Unit, ...]
-    places: dict[ParameterEntry, tuple[int, slice]]
+    ranges: dict[ParameterEntry, tuple[int, slice]]
     """Parameter -> index of its unit, and its range in the unit's buffer."""
     segment: range | None
     """The segment that these layers belong to, if it is computed again in backward."""
@@ -125,8 +125,8 @@ class _Group:
     def arrays(self, buffers: Mapping[int, Array]) -> dict[ParameterEntry, Array]:
         """Return the array of each parameter in ``buffers``, by index of their unit."""
         return {
-            entry: buffers[unit][place]
-            for entry, (unit, place) in self.places.items()
+            entry: buffers[unit][in_unit]
+            for entry, (unit, in_unit) in self.ranges.items()
             if unit in buffers
         }
 
@@ -211,7 +211,7 @@ class LayerChain:
         groups, seen = [], set[Unit]()
         for (segment, units), indices in groupby(self._range, key):
             layers = [*indices]
-            places = {
+            ranges = {
                 entry: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
                 for index in layers
                 for entry in self._layers[index].entries.values()
@@ -220,7 +220,7 @@ class LayerChain:
             # The first group that uses a unit is the last one of backward to add to its gradient.
             begun = tuple(unit for unit in units if unit not in seen)
             seen.update(units)
-            groups.append(_Group(range(layers[0], layers[-1] + 1), units, places, segment, begun))
+            groups.append(_Group(range(layers[0], layers[-1] + 1), units, ranges, segment, begun))
         return groups
 
     def _plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mpishard.base import (
 )
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved
+from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved, UserModel
 from mpishard.data import Samples, map_arrays
 from mpishard.models.programs.chain import LayerChain, LocalLayer, LocalLayers
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
@@ -83,7 +82,7 @@ class LayeredProgram(Program):
         # Last, because the units without a trained parameter are known only now.
         self.freeze(frozenset(e.name for e in entries if not e.trainable))
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: object) -> None:
         super()._use(model)
         self._lay_out()
 
@@ -167,7 +166,7 @@ class LayeredProgram(Program):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # A deep copy, because choices of layers, such as the features in use, must not be shared.
         if isinstance(self._model, ICloneable):
             return self._model.deep_copy()
@@ -231,7 +230,7 @@ def settings_of(model: ILayeredModel) -> dict[str, str]:
     return {key: text for name, part in parts.items() for key, text in _settings(name, part)}
 
 
-def _settings(name: str, part: Any) -> Iterator[tuple[str, str]]:
+def _settings(name: str, part: object) -> Iterator[tuple[str, str]]:
     yield name, type(part).__name__
     # An attribute whose name begins with "_" may be a cache, and differ in equal layers.
     if type(part).__module__.startswith("mpishard.nn."):

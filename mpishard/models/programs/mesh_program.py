@@ -106,11 +106,11 @@ class MeshProgram(LayeredProgram):
             for virtual, bounds in enumerate(layout.ranges)
         ]
         self._chains_by_token: list[LayerChain] | None = None
-        # A layer is asked for its shape once, and not for each micro-batch.
+        # Each layer computes its shape once, and not for each micro-batch.
         self._boundaries: dict[tuple[int, tuple[int, ...], bool], tuple[int, ...]] = {}
 
     def _recomputed(self, virtual_stage: int, first: int) -> list[range]:
-        """Return segments that are computed again; the stage's layers are held from ``first``."""
+        """Return segments that are computed again; the stage's own layers begin at ``first``."""
         choices = self.choices
         if choices.checkpoint_config is None:
             return []

@@ -15,7 +15,7 @@ _CALLS = ("step", "compute_gradients", "predict")
 
 
 class MeshReplica(Replica):
-    """The place of a rank that computes a batch with others: pipeline stages and tensor slices.
+    """The groups of a rank that computes a batch with others: pipeline stages, tensor slices.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -44,7 +44,7 @@ class OpaqueProgram(WholeProgram):
         All ranks.
     """
 
-    def __init__(self, model: Any, world: CommunicationBackend) -> None:
+    def __init__(self, model: UserModel, world: CommunicationBackend) -> None:
         for member in ("get_parameters", "set_parameters"):
             _member(model, member)
         if not hasattr(model, "compute_loss_and_gradients"):

@@ -19,7 +19,7 @@ from mpishard.base import (
     ShardingError,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -151,7 +151,7 @@ class PlacedProgram(WholeProgram):
 
     No step copies parameters. Gradients are written to the store as they come. Each unit is reduced
     when it and all units after it are complete, so that ranks communicate in one order even if
-    their backward passes take different ways.
+    their backward passes reach parameters in different orders.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ class PlacedProgram(WholeProgram):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # Memory without values: the caller copies them from this program's store.
         return self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
 
@@ -284,10 +284,10 @@ class Arrivals:
             first = len(self._unit_of)
             inside = unit.entries_of(entries)
             self._unit_of += [unit.index] * len(inside)
-            places = list(enumerate(inside, start=first))
+            numbered = list(enumerate(inside, start=first))
             # Autograd gives no gradient to a parameter that is not trained: none is waited for.
-            self._missing.append({index for index, entry in places if entry.trainable})
-            self._untrained.append([index for index, entry in places if not entry.trainable])
+            self._missing.append({index for index, entry in numbered if entry.trainable})
+            self._untrained.append([index for index, entry in numbered if not entry.trainable])
         self._waiting: list[list[tuple[int, Array]]] = [[] for _ in units]
         self._turn = len(units) - 1
         self._open: tuple[Array, bool] | None = None
@@ -324,7 +324,7 @@ class Arrivals:
             # The store does not clear memory: parts that were not written have old gradients.
             if is_new:
                 for index in self._missing[self._turn]:
-                    target[self._place(index)] = 0
+                    target[self._range_of(index)] = 0
             self._reduce()
 
     def _opened(self) -> tuple[Array, bool]:
@@ -332,7 +332,7 @@ class Arrivals:
             self._open = target, is_new = self._gradients.target(self._units[self._turn])
             if is_new:
                 for index in self._untrained[self._turn]:
-                    target[self._place(index)] = 0
+                    target[self._range_of(index)] = 0
         return self._open
 
     def _write(self) -> None:
@@ -341,9 +341,9 @@ class Arrivals:
         for index, gradient in self._waiting[self._turn]:
             target, is_new = self._opened()
             if is_new:
-                np.multiply(gradient, self._scale, out=target[self._place(index)])
+                np.multiply(gradient, self._scale, out=target[self._range_of(index)])
             else:
-                target[self._place(index)] += gradient * self._scale
+                target[self._range_of(index)] += gradient * self._scale
         self._waiting[self._turn].clear()
 
     def _reduce(self) -> None:
@@ -352,7 +352,7 @@ class Arrivals:
         self._open = None
         self._turn -= 1
 
-    def _place(self, index: int) -> slice:
+    def _range_of(self, index: int) -> slice:
         entry, unit = self._entries[index], self._units[self._turn]
         return slice(entry.start - unit.start, entry.stop - unit.start)
 

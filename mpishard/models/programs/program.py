@@ -23,7 +23,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -68,7 +68,7 @@ class Batch:
 
 
 class Replica:
-    """The place of a rank that computes its samples alone.
+    """The groups of a rank, which here computes its samples alone.
 
     Parameters
     ----------
@@ -287,12 +287,12 @@ class Program(ABC):
         program.freeze(self.frozen)
         return program, model
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: UserModel) -> None:
         """Compute with ``model`` from now on."""
         self._model = model
         self.default_loss = getattr(model, "default_loss_function", None)
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         return copy.deepcopy(self._model)
 
     # -------------------------------------------------------------------------------- computing

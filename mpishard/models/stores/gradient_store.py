@@ -227,13 +227,13 @@ class ReplicatedGradients(GradientStore):
         # The first writer of a round overwrites: zeroing the vector would be one more pass over
         # memory.
         self._touched.add(unit.index)
-        return self.vector[self._place(unit, unit.start, unit.stop)], is_empty
+        return self.vector[self._range_of(unit, unit.start, unit.stop)], is_empty
 
     def reduce(self, unit: Unit) -> None:
         # Gradients of several passes are added here and travel once.
         if not self._is_last:
             return
-        full, part = self.gradient(unit), self._place(unit, unit.start, unit.stop)
+        full, part = self.gradient(unit), self._range_of(unit, unit.start, unit.stop)
         carrier = self._carrier
         if self._compression is not None:
             assert self._compressed is not None
@@ -254,10 +254,10 @@ class ReplicatedGradients(GradientStore):
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
         """Return the rank's own gradients of ``pieces``, reduced or not."""
-        return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
+        return [self.vector[self._range_of(p.unit, p.start, p.stop)] for p in pieces]
 
-    def _place(self, unit: Unit, start: int, stop: int) -> slice:
-        """Return the place of the flat range ``[start, stop)`` of ``unit`` in the vector."""
+    def _range_of(self, unit: Unit, start: int, stop: int) -> slice:
+        """Return the indices of the flat range ``[start, stop)`` of ``unit`` in the vector."""
         shift = self._shifts[unit.index]
         return slice(start + shift, stop + shift)
 
@@ -307,7 +307,7 @@ class ScatteredGradients(ReplicatedGradients):
         for piece in self._pieces if self._spreads else ():
             if piece.unit.index in self.layout.frozen:
                 continue
-            full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
+            full = self.vector[self._range_of(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
             self.backend.all_gather(own, out=full, subject=self.layout.subjects[piece.unit.index])
 
@@ -360,7 +360,7 @@ class NodeGradients(ScatteredGradients):
             # Only the owner's memory has the sum, and the other ranks read it there.
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
-            view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
+            view = self._carrier.of(owner)[self._range_of(piece.unit, piece.start, piece.stop)]
             # A rule that wrote here would change what other ranks still read.
             view.flags.writeable = False
             views.append(view)
@@ -389,7 +389,7 @@ class ShardedGradients(GradientStore):
 
     def __init__(self, layout: StoreLayout, slots: Sequence[Arena] = ()) -> None:
         super().__init__(layout)
-        # By unit: this rank's piece, and the distance of its place in the shard from its place in
+        # By unit: this rank's piece, and the distance of its start in the shard from its start in
         # the flat vector.
         self._pieces: dict[int, Piece] = {}
         self._shifts: dict[int, int] = {}

@@ -209,7 +209,7 @@ class NodeParameters(ParameterStore):
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         """Wait until all ranks have written their pieces, and fetch those of other nodes."""
-        # On one node the values are where all ranks read them: a barrier tells that they are ready.
+        # On one node all ranks read the values in place: after a barrier they are complete.
         if self._is_on_one_node:
             self.backend.barrier(subject=self.layout.subject)
         else:

@@ -63,7 +63,7 @@ class StoreLayout:
 
     @property
     def is_alone_on_gpu(self) -> bool:
-        """Whether one rank holds all, in the memory of a GPU: a shard is then the whole."""
+        """True if one rank holds all in the memory of a GPU: its shard is the whole vector."""
         return self.backend.world_size == 1 and self.device.is_gpu and not self.is_on_host
 
     @property
@@ -95,7 +95,7 @@ class StoreLayout:
     def pieces_of_all(self) -> tuple[Piece, ...]:
         """Return the pieces of all owners, in flat order: the flat vector, cut by unit and owner.
 
-        Their ``offset`` is the place in the flat vector at which they begin.
+        Their ``offset`` is their start in the flat vector.
         """
         return tuple(
             Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)

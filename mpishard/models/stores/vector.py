@@ -194,19 +194,19 @@ class MeshVector(ModelVector):
         self, read: Callable[[LocalParameter], Array], layout: StoreLayout, root: int | None
     ) -> Array | None:
         xp = layout.device.namespace
-        wants, local_root = True, 0
+        takes_part, local_root = True, 0
         if root is not None:
             pipeline, tensor, data = self._mesh.coordinates_of(root)
             # Other data groups hold the same values, and need not send them.
-            wants = self._mesh.data_rank == data
+            takes_part = self._mesh.data_rank == data
             local_root = pipeline * self._mesh.tensor_size + tensor
-        receives = wants and root in (None, self._mesh.world.rank)
+        receives = takes_part and root in (None, self._mesh.world.rank)
         full = xp.empty(self.placement.length, layout.dtype) if receives else None
         for entries in self._layers:
-            # Every rank reads, even if it wants no result: a gather needs its whole data group.
+            # Every rank reads, even if it sends nothing: a gather needs its whole data group.
             found = _local_in(self.placement, entries)
             own = [read(local) for local in found if local.is_counted]
-            if not wants:
+            if not takes_part:
                 continue
             # One message for each layer, however many parameters it has.
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.communication import AXES, ProcessMesh
-from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.contracts import ILayeredModel, ModelMetadata, UserModel
 from mpishard.models.engine.leaves import check_leaves
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshProgram
@@ -62,7 +62,7 @@ class MeshModel(ShardedModelBase):
 
     def __init__(
         self,
-        wrapped_model: Any,
+        wrapped_model: UserModel,
         config: ShardingConfiguration,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
@@ -409,7 +409,7 @@ class PipelineParallelModel(MeshModel):
 
     def __init__(
         self,
-        wrapped_model: Any,
+        wrapped_model: UserModel,
         config: ShardingConfiguration,
         micro_batch_count: int = 1,
         *,
@@ -455,7 +455,7 @@ class TensorParallelModel(MeshModel):
 
     def __init__(
         self,
-        wrapped_model: Any,
+        wrapped_model: UserModel,
         config: ShardingConfiguration,
         *,
         sequence_parallel: bool = False,

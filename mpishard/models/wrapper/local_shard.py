@@ -1,4 +1,4 @@
-"""The parameters that a rank holds: values, places in the flat vector, and equality of replicas."""
+"""The parameters that a rank holds: values, ranges of the flat vector, and equality of replicas."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class LocalShard:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges ``(start, stop)`` of the flat vector; adjacent ones are joined."""
         placement = self.engine.placement
-        held = [(piece.start, piece.stop) for piece in self.pieces]
+        own = [(piece.start, piece.stop) for piece in self.pieces]
         # Without a mesh a piece is one range of the model's vector already.
         if placement.is_whole:
-            return tuple(held) if self.engine.policy.shards_parameters else ((0, placement.length),)
+            return tuple(own) if self.engine.policy.shards_parameters else ((0, placement.length),)
         found: list[tuple[int, int]] = []
-        for start, stop in (r for own in held for r in placement.ranges(*own)):
+        for start, stop in (r for bounds in own for r in placement.ranges(*bounds)):
             # Slices that follow each other are one range.
             if found and found[-1][1] == start:
                 found[-1] = found[-1][0], stop
@@ -155,10 +155,10 @@ def compare_replicas(
     if parameters.once_per_node:  # the first rank of a node reports_loss for it
         is_leader = parameters.backend.local_rank == 0
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
-    held = zip(pieces, parameters.owned(pieces), strict=True)
+    values = zip(pieces, parameters.owned(pieces), strict=True)
     # Ranks hold different regions. A hash of 8 bytes names each, so that all rows have one length.
     own: dict[int, tuple[Region, int]] = {}
-    for region, array in placement.cut((piece.start, array) for piece, array in held):
+    for region, array in placement.cut((piece.start, array) for piece, array in values):
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
         own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -68,7 +67,7 @@ class PagedModel:
         self._vocabulary_size = plain.vocabulary_size
         self._context_length = plain.context_length
 
-    def prefill(self, prompt: Any) -> tuple[int, Array]:
+    def prefill(self, prompt: object) -> tuple[int, Array]:
         """Begin a sequence with tokens of shape (P,), P >= 1.
 
         Returns
@@ -114,7 +113,7 @@ class PagedModel:
 
     def generate(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[object],
         length: int,
         temperature: float = 1.0,
         seed: int = 0,

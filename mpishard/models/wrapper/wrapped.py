@@ -12,12 +12,12 @@ import numpy as np
 
 from mpishard.base import Array, MissingInterfaceError, MissingMemberError, array_namespace, to_host
 from mpishard.communication import CommunicationBackend, gather_texts, share_text
-from mpishard.contracts import IFeatureImportance, ILayeredModel
+from mpishard.contracts import IFeatureImportance, ILayeredModel, UserModel
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
 
 
-def holding(model: Any, parameters: Array) -> Any:
+def holding(model: UserModel, parameters: Array) -> Any:
     """Return a plain model with the structure of ``model`` and these ``parameters``."""
     if hasattr(model, "with_parameters"):
         return model.with_parameters(parameters)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from mpishard.base import Array, as_count, as_flag, as_number
+from mpishard.base import Array, Metadata, as_count, as_flag, as_number
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
@@ -17,7 +17,6 @@ from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, Excha
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece, Region, ShardingConfiguration, refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {

@@ -12,6 +12,7 @@ from mpishard.base import (
     BFLOAT16,
     Array,
     Data,
+    Metadata,
     NoSampleError,
     ShardingError,
     array_namespace,
@@ -36,7 +37,6 @@ from mpishard.optimizers.replicas.exchanged_passes import exchanged_pieces
 from mpishard.optimizers.rules.pieces import PieceViews, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece, Region
 
 CODES: dict[str, Code] = {

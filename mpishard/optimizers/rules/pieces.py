@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, is_device_array, lie_end_to_end, stretched
+from mpishard.base import Array, Document, is_device_array, lie_end_to_end, stretched
 from mpishard.sharding import ParameterEntry, Piece, Unit, common_pieces, overlapping
 
 SegmentKey = tuple[str, int]
 """A parameter's name, and the number of its segment; see `Segment`."""
 
-Numbers = dict[str, Any]
+Numbers = Document
 """Values, as JSON, that a rule keeps between updates besides its vectors."""
 
 _MISSED = "missed"

@@ -15,6 +15,7 @@ from mpishard.base import (
     Array,
     CommunicationError,
     Data,
+    Document,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -35,6 +36,7 @@ from mpishard.contracts import (
     IShardedModel,
     IShardedOptimizer,
     PathLike,
+    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -141,7 +143,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     @property
     def _subject(self) -> int:
         """The number of `model` in collectives."""
-        return 0 if self._state is None else self._state.model.checkpoint_subject
+        return 0 if self._state is None else self._state.model.engine.layout.subject
 
     @property
     def state(self) -> Mapping[str, Array]:
@@ -151,7 +153,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def get_options(self) -> Mapping[str, object]:
         return {**self._rule.get_options(), **self._settings()}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
@@ -459,7 +461,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: Any) -> None:
+    def _synchronize_parameters(self, model: UserModel) -> None:
         """Give a plain model on every rank the mean of all ranks' parameters. Collective.
 
         Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.

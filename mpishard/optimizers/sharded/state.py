@@ -10,7 +10,7 @@ from typing import ClassVar, TypedDict
 
 import numpy as np
 
-from mpishard.base import Array, Data, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, Metadata, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
@@ -23,7 +23,7 @@ from mpishard.optimizers.rules.pieces import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.state_bytes import STATE_FORM, Metadata, StateBytes
+from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
 from mpishard.sharding import ParameterEntry, Piece, Region, refuse_line_search
 
 _log = logging.getLogger("mpishard")
@@ -253,7 +253,7 @@ class ModelState(CheckpointState):
             self.checkpoint_metadata(),
             self._trained_entries,
             model.dtype,
-            model.checkpoint_subject,
+            model.engine.layout.subject,
         )
 
     def require_fit(self, saved: StateBytes) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, to_host
+from mpishard.base import Array, CheckpointError, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     OBJECT,
@@ -32,9 +32,6 @@ STATE_FORM: dict[str, object] = {"optimizer_steps": COUNT, "settings": OBJECT, "
 """The form of an optimizer's metadata in a checkpoint."""
 
 Tensors = dict[str, Array]
-
-Metadata = Mapping[str, Any]
-"""The metadata of a state in a checkpoint: an object of JSON, in `STATE_FORM`."""
 
 
 def kinds_of(rule: Optimizer) -> set[str]:
@@ -168,7 +165,7 @@ class StateBytes:
                     {
                         kind: {
                             entry.name: reader.read_whole(kind, entry)
-                            for entry in reader.held(kind)
+                            for entry in reader.parameters_of(kind)
                         }
                         for kind in kinds
                     },
