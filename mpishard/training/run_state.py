@@ -86,7 +86,7 @@ class BestParameters(CheckpointState):
         """Return the choices; the position of the loop has the best score and step."""
         return {"choices": self._choices} if self._choices else {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Take the choices; nothing of the parameters is cached."""
         self._choices = choices_in(metadata)
 
