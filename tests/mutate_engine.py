@@ -57,7 +57,7 @@ _DROPPED = f"{_LATE}::test_a_buffer_is_written_to_when_its_dropped_message_has_e
 _COMPRESSED = "optimizers/test_compression.py::test_many_steps_are_the_textbooks"
 TESTED = {
     ("_copy_all", "synchronize(array)"):
-        "models/test_devices.py::test_what_was_staged_for_an_update_may_change",
+        "models/test_devices.py::test_arrays_may_change_after_they_were_staged_for_an_update",
     ("ExchangedPasses.again", "engine.world.all_reduce(squares, subject=engine.layout.subject)"):
         f"{_LATE}::test_pending_gradients_are_applied_as_by_later_steps",
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import optional_package
+from mpishard.base import Document, optional_package
 from mpishard.optimizers import JointRule, ParameterOptions, PieceViews, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
@@ -137,7 +137,7 @@ class OptaxRule(JointRule):
     def needed_state(self) -> tuple[str, ...]:
         return tuple(name for name, leaf in self._leaves.items() if leaf.shape)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Document:
         # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
 
@@ -179,7 +179,7 @@ class OptaxRule(JointRule):
         owned: PieceViews,
         part: slice,
         rate: float,
-        before: Mapping[str, Any],
+        before: Mapping[str, object],
         context: UpdateContext,
     ) -> dict[str, Any]:
         """Update one part of a piece, and return the numbers of the state after it."""

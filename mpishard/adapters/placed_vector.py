@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.base import (
     Array,
+    DType,
     MissingMemberError,
     StructureOnlyError,
     array_namespace,
@@ -77,7 +78,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     """
 
     _name: str
-    _dtype: np.dtype[Any]
+    _dtype: DType
     _holder: str | None = None
     _vector: Array | None = None
 
@@ -92,7 +93,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         return self._entries
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         return self._dtype
 
     def get_model_metadata(self) -> ModelMetadata:
@@ -239,7 +240,7 @@ class TreeModel(PlacedVectorModel):
 
     # ---------------------------------------------------------------------------------- computing
 
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: object) -> None:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
@@ -279,7 +280,7 @@ class TreeModel(PlacedVectorModel):
         return self._predict
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Return a value, or the shape of an array, for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype.name} of shape {value.shape}"

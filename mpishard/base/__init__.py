@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpishard.base.arguments import (
+        Document,
+        Metadata,
         adapter_hint,
         as_amount,
         as_count,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         SQUARES_BLOCK,
         Array,
         Data,
+        DType,
         Namespace,
         Scalar,
         address,
@@ -79,7 +82,7 @@ if TYPE_CHECKING:
     )
     from mpishard.base.blas import better_kernel, loaded_kernel
     from mpishard.base.compilation import compile_loop, numba_module
-    from mpishard.base.devices import HOST, Device, load_cupy
+    from mpishard.base.devices import HOST, Device, load_cupy, load_nccl
     from mpishard.base.errors import (
         CheckpointError,
         CollectiveMismatchError,
@@ -115,11 +118,13 @@ _MODULES = (
 
 def __getattr__(name: str) -> object:
     """Import a module, or a name of one, on first use."""
+    # Modules come first: `from mpishard.base import settings` asks for one by this function, too.
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     for module in _MODULES:
         found = vars(importlib.import_module(f"{__name__}.{module}"))
         if name in found:
+            # Kept, so that only the first use of a name takes this search.
             globals()[name] = found[name]
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,9 @@ from mpishard.base.kernels import Kernel
 Array: TypeAlias = npt.NDArray[Any]
 """A NumPy or CuPy array. CuPy's has the interface of NumPy's, by which both are checked."""
 
+DType: TypeAlias = np.dtype[Any]
+"""A dtype of NumPy, which CuPy's arrays have too."""
+
 Data: TypeAlias = Any
 """Inputs or targets as users give them: an array, `Samples` of several arrays, or what else the
 model takes; None for targets that the loss does not need. The model checks them."""
@@ -46,13 +49,13 @@ class _DevicePointer(Protocol):
 
 
 class _DeviceArray(Protocol):
-    """What an array of CuPy has and one of NumPy has not, and what is asked beside it."""
+    """What an array of CuPy adds to the interface of NumPy's, and its dtype."""
 
     data: _DevicePointer
-    dtype: np.dtype[Any]
+    dtype: DType
 
-    def get(self, *, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]: ...
-    def set(self, values: npt.NDArray[Any]) -> None: ...
+    def get(self, *, out: Array | None = None) -> Array: ...
+    def set(self, values: Array) -> None: ...
 
 
 SQUARES_BLOCK = 1024
@@ -95,6 +98,7 @@ class _Namespaces(dict[type, Namespace]):
         if issubclass(kind, (np.ndarray, np.generic)):
             _require_plain_type(kind)
             return NAMESPACES[np.ndarray]
+        # Not imported: if there is an array of CuPy, CuPy is loaded.
         cupy: Any = sys.modules.get("cupy")
         if cupy is not None and issubclass(kind, cupy.ndarray):
             namespace: Namespace = cupy
@@ -124,7 +128,7 @@ def array_namespace(array: Array) -> Namespace:
     return NAMESPACES[type(array)]
 
 
-def require_plain(array: Any) -> None:
+def require_plain(array: object) -> None:
     """Refuse subclasses of ``numpy.ndarray`` except memory maps; accept any other object.
 
     A subclass may give its elements another meaning: the mask of a masked array stays behind when
@@ -187,7 +191,7 @@ def is_device_array(array: Array) -> bool:
     return array_namespace(array) is not np
 
 
-def lies_on_device(value: Any) -> bool:
+def lies_on_device(value: object) -> bool:
     """Return whether any object is an array in GPU memory."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
@@ -197,12 +201,12 @@ def _is_of_cupy(array: Array) -> TypeGuard[_DeviceArray]:
     return not isinstance(array, np.ndarray)
 
 
-def to_host(array: Array) -> npt.NDArray[Any]:
+def to_host(array: Array) -> Array:
     """Return ``array`` as a NumPy array: itself, or a copy from the GPU."""
     return np.asarray(array.get()) if _is_of_cupy(array) else array
 
 
-def to_device(array: npt.NDArray[Any]) -> Array:
+def to_device(array: Array) -> Array:
     """Return a copy of ``array`` in GPU memory if CuPy is loaded, otherwise ``array``."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
@@ -237,6 +241,7 @@ def is_own(array: Array) -> bool:
     may lie anywhere.
     """
     base: object = array.base
+    # A view's bases lead to the array that owns the memory, or to an object of another library.
     while isinstance(base, np.ndarray):
         array, base = base, base.base
     return base is None and bool(array.flags.owndata)
@@ -286,6 +291,7 @@ def read_numbers(numbers: Sequence[Any]) -> list[float]:
     numbers : sequence of (float or Array)
         Numbers, and arrays of one element.
     """
+    # Joined on the GPU, because each copy of its own would wait for the GPU again.
     far = [n.reshape(1).astype(np.float64, copy=False) for n in numbers if lies_on_device(n)]
     if not far:
         return [float(number) for number in numbers]
@@ -297,6 +303,8 @@ def lie_end_to_end(first: Array, second: Array) -> bool:
     """Return whether two 1-D arrays on a GPU follow each other in one 1-D array, their base."""
     base = first.base
     return (
+        # Only a common base proves that one view may span both. Arrays of two allocations may touch
+        # by chance.
         base is not None
         and base is second.base
         and base.ndim == 1
@@ -333,8 +341,10 @@ def reuse_freed_memory() -> None:
     """
     if os.name != "posix":
         return
+    # Only glibc has it; macOS and musl do not.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        # If one of them is set, glibc no longer adapts the other, so that both need a value.
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -381,6 +391,7 @@ def block_squares(array: Array) -> Array:
         Shape (ceil(n / 1024),).
     """
     if is_device_array(array):
+        # float64, because callers add up many blocks.
         sums = array_namespace(array).empty(-(-int(array.size) // SQUARES_BLOCK), np.float64)
         _SQUARES.launch(sums.size, array.dtype, sums, array, int(array.size))
         return sums
@@ -391,6 +402,7 @@ def block_squares(array: Array) -> Array:
         parts.append(array[array.size - rest :].reshape(1, rest))
     # An overflow is a result, and no warning: the norm is infinite.
     with np.errstate(over="ignore", invalid="ignore"):
+        # einsum calls no BLAS here, and sums each row alike, whatever the number of rows.
         return np.concatenate([np.einsum("ij,ij->i", p, p) for p in parts]).astype(np.float64)
 
 

@@ -6,16 +6,18 @@ Only this module imports CuPy, when a GPU is first asked for.
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from mpishard.base.arrays import (
     NAMESPACES,
     Array,
+    DType,
     Namespace,
     beside,
     copy_into,
@@ -43,6 +45,25 @@ def load_cupy() -> Namespace:
             f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: {_INSTALL}"
         ) from error
     return cupy  # type: ignore[no-any-return]
+
+
+def load_nccl() -> ModuleType:
+    """Import and return ``cupy.cuda.nccl``.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        If CuPy is not installed, or cannot load the NCCL library.
+    """
+    load_cupy()
+    with warnings.catch_warnings(action="ignore"):  # the error below says the same
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        raise DeviceUnavailableError(
+            "NCCLCommunicationBackend needs NCCL, which CuPy cannot load. Fix: pip install "
+            "nvidia-nccl-cu12, or nvidia-nccl-cu13 for CuPy of CUDA 13"
+        )
+    return nccl
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,7 @@ class Device:
         """
         if isinstance(text, Device):
             return text
+        # CuPy is loaded only after the name is known to be one of a GPU.
         match = re.fullmatch(r"cpu|cuda(?::(\d+))?", str(text))
         if match is None:
             raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<number>', got {text!r}")
@@ -113,6 +135,7 @@ class Device:
         """Return the device with the GPU number for ``local_rank``, unless it has a number."""
         if not self.is_gpu or self.index is not None:
             return self
+        # Modulo, because a node may have more ranks than GPUs.
         return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
@@ -127,6 +150,7 @@ class Device:
             return
         cupy = load_cupy()
         if self.index is not None:
+            # Not in a `with` block: the device stays the thread's own for all later steps.
             cupy.cuda.Device(self.index).use()
         _try_out(cupy, cupy.cuda.runtime.getDevice())
 
@@ -134,14 +158,16 @@ class Device:
         """Return ``array``, or a copy of it, on the device."""
         if not self.is_gpu:
             return to_host(array)
+        # CuPy allocates on the thread's current device.
         self.use()
         if is_device_array(array):
+            # The array itself if it is on this GPU already, otherwise a copy.
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
         copy_into(copy, array)
         return copy
 
-    def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:
+    def pinned(self, length: int, dtype: DType) -> Array:
         """Allocate host memory, shape (length,), that the GPU reads and writes at full speed."""
         if not self.is_gpu:
             return np.empty(length, dtype)
@@ -176,6 +202,7 @@ def _try_out(cupy: ModuleType, number: int) -> None:
     """Compile and run a kernel and a product: a driver suffices to import CuPy, not for these."""
     try:
         with cupy.cuda.Device(number):
+            # The first line needs CUDA's compiler, and the product cuBLAS: either may be missing.
             twos = 2 * cupy.ones((2, 2))
             (twos @ twos).get()
     except Exception as error:  # of the compiler, the loader of libraries, or CUDA itself

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
+from mpishard.contracts import UserModel
 
 _log = logging.getLogger("mpishard")
 
@@ -162,7 +163,7 @@ class Run:
         callbacks: Sequence[object],
         backend: CommunicationBackend,
         *,
-        model: Any = None,
+        model: UserModel = None,
         total_steps: int | None = None,
         unit: str = "samples",
         can_save: bool = True,

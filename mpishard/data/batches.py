@@ -92,6 +92,8 @@ class Batches:
         self._ahead: Future[list[RankBatch]] | None = None
         # Indexing arrays in memory is faster than passing samples between threads.
         if as_flag("ahead", ahead) and not all(_is_in_memory(dataset) for dataset in (x, y)):
+            # One thread, because a second one would read the window after next too early, into more
+            # memory.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
 
     def __enter__(self) -> Self:
@@ -100,6 +102,7 @@ class Batches:
     def __exit__(self, *_: object) -> None:
         """End the thread, after the read that is under way: a file may be closed then."""
         if self._thread is not None:
+            # The read under way is waited for, and one that has not begun is dropped.
             self._thread.shutdown(cancel_futures=True)
             self._ahead = None
 
@@ -121,6 +124,8 @@ class Batches:
         while self._ahead is not None:
             # It raises what the thread has raised, in the step that needs the window.
             batches = self._ahead.result()
+            # Begun before the first batch is yielded, so that it overlaps with all steps of this
+            # window.
             self._ahead = next(reads, None)
             # A batch is dropped from the list, so that the caller's reference is the only one.
             while batches:
@@ -148,6 +153,8 @@ class Batches:
         for name, dataset in self._datasets.items():
             try:
                 samples = take(dataset, wanted) if dataset is not None else None
+            # The type stays as it is, because callers may catch what the user's own data set
+            # raises.
             except Exception as error:
                 last = f" to {steps.stop}" if len(steps) > 1 else ""
                 error.add_note(
@@ -182,6 +189,7 @@ def origin_of(dataset: object) -> str:
     """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything
+        # h5py and Zarr data sets know their path within the file or store.
         name = getattr(dataset, "name", None)
         file = getattr(dataset, "file", dataset)  # h5py and netCDF4: the data set's file
         place = getattr(file, "filename", None) or getattr(dataset, "store_path", None)
@@ -194,6 +202,7 @@ def described(indices: Indices) -> str:
     rising = np.unique(indices)
     if not rising.size:
         return "no samples"
+    # Runs, because a list of all indices of a window would fill pages.
     runs = np.split(rising, np.flatnonzero(np.diff(rising) > 1) + 1)
     listed = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_NAMED_RUNS]]
     return f"samples {', '.join(listed + ['...'] * (len(runs) > _NAMED_RUNS))} ({len(indices)})"

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any, Protocol, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import (
     Array,
@@ -92,8 +93,8 @@ class TokenWindows:
         self.stride = stride
         # Inputs leave out the last token: it is only a target.
         last = len(tokens) - 1 + offset
+        # A view: the windows overlap, and would take context_length times the memory.
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
-        # A view: copies of overlapping windows would take context_length times the memory.
         self._windows = view[::stride]
 
     def __len__(self) -> int:
@@ -104,7 +105,7 @@ class TokenWindows:
         """(number of windows, context_length)."""
         return len(self), self.context_length
 
-    def __getitem__(self, indices: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def __getitem__(self, indices: Any) -> npt.NDArray[np.int64]:
         """Return windows as a new int64 array, shape (n, context_length), for n indices."""
         # Files hold uint16 or int32; embeddings index by int64.
         windows: np.ndarray[Any, np.dtype[np.int64]] = self._windows[indices].astype(np.int64)
@@ -152,12 +153,12 @@ class Samples:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
+        # All lengths are read before any is refused, so that the message can list them.
         lengths: dict[str, int] = {}
 
         def measure(name: str, leaf: object) -> None:
             lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
 
-        # All leaves are checked before any sample is read.
         map_tree(measure, tree)
         if not lengths:
             raise TypeError(f"Samples need an array, or several in a dict or a tuple; got {tree!r}")
@@ -269,13 +270,16 @@ def take(dataset: Dataset, indices: Array) -> Array | Samples:
     require_plain(dataset)
     # In memory any order is as fast, so that nothing is sorted.
     if isinstance(dataset, np.ndarray | TokenWindows):
+        # np.asarray turns a memory map's result into a plain array.
         return np.asarray(dataset[indices])
     if isinstance(dataset, Samples):
         return dataset[indices]
     if (xp := namespace_of(dataset)) is not None:
+        # CuPy does not index by an array of the host.
         chosen: Array = dataset[xp.asarray(indices)]
         return chosen
     if is_sparse(dataset):
+        # Only the batch becomes dense; the data set itself might not fit into memory.
         return _as_array(dataset[indices].toarray())
     if indices.size == 0:  # h5py has no empty selection by integers
         empty = dataset[np.zeros(1, np.int64)][:0] if count_samples(dataset) else dataset[:0]
@@ -359,6 +363,7 @@ def check_dataset(dataset: object, name: str, *, allow_empty: bool = False) -> i
             f"{name} must be {_WANTED}, got a {kind}, which holds arrays by name; pass one of "
             f"them: {listed or 'it is empty'}; or all as mpishard.data.Samples({name})"
         )
+    # A string has len() and indices, so that without this its letters would count as samples.
     if isinstance(dataset, str | PurePath):
         raise TypeError(
             f"{name} must be {_WANTED}, got the {kind} {str(dataset)!r}; open the file first, as "

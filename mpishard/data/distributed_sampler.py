@@ -175,6 +175,7 @@ class ElasticDistributedSampler(DistributedSampler):
     ) -> None:
         self._start = self._taken = 0
         super().__init__(data, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        # After the constructor of the base class, which checks the length.
         if not 0 <= as_integer("start", start) <= self.length:
             raise ValueError(f"start must be from 0 to {self.length}, got {start}")
         self._set_replicas(num_replicas, rank, self.length - start)
@@ -219,6 +220,7 @@ class ElasticDistributedSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         # A second iterator before the end of the epoch continues where the first one stopped.
+        # Two orders mixed in one epoch would show samples twice, so that an earlier iterator ends.
         begun_as = self._epoch, self._start, self.num_replicas, self.rank
         share = self._share(self.length - self._start)
         order = self._order()

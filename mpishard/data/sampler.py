@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import LeafLayout, ShardLayout, as_count, as_index, as_integer, take_plain_fields
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+Indices = npt.NDArray[np.int64]
 
 
 def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
@@ -50,9 +50,11 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     runs, for any number of ranks.
     """
     blocks = order_of(-(-length // block_size), name, shuffle=True)
+    # A matrix of blocks; the numbers behind the end of the last block are cut below.
     laid = (blocks[:, None] * block_size + np.arange(min(block_size, length))).reshape(-1)
     # The last block may be shorter than the others.
     laid = laid[laid < length]
+    # A stream of its own, so that the order of blocks does not depend on the batch size.
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)
     # The last window may be shorter; it is mixed below by the same rule.
@@ -64,6 +66,7 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
         # Only the first `last` groups of a last window have a sample for its last batch.
         full, last = divmod(length - whole - 1, batch_size)
         last += 1
+        # The first `last` groups have one sample more than the others.
         cut = whole + last * (full + 1)
         longer = generator.permuted(laid[whole:cut].reshape(last, full + 1), axis=1)
         shorter = generator.permuted(laid[cut:].reshape(batch_size - last, full), axis=1)
@@ -254,6 +257,7 @@ class GlobalBatchSampler:
         # Leaves are divided, and not samples, so that every world has the same leaves.
         leaves = self.leaves or world_size
         parts = LeafLayout(len(batch), leaves, world_size).slices(rank)
+        # A view of the order, without a copy.
         if len(parts) == 1:
             return batch[parts[0]], parts[0].start
         return np.concatenate([batch[part] for part in parts]), parts[0].start
@@ -325,6 +329,7 @@ class LocalBatchSampler:
         _check_block(self.shuffle_block_size)
         if not lengths or min(lengths) < 0 or max(lengths) == 0:
             raise ValueError(f"some rank needs a sample; the numbers of samples are {lengths}")
+        # A rank whose share is 0 would never bring its samples, and the epoch would not end.
         if self.batch_size < len(lengths):
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than the number of ranks, "
@@ -350,6 +355,7 @@ class LocalBatchSampler:
     def window(self) -> int:
         """Number of batches that are mixed, as of `GlobalBatchSampler`: the ranks' largest."""
         block = self.shuffle_block_size if self.shuffle else None
+        # The smallest share needs the most batches for its blocks.
         return 1 if block is None else window_of(min(self._shares), block)
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from mpishard.base import Array, optional_package
+from mpishard.base import Array, DType, optional_package
 from mpishard.contracts import PathLike
 
-Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Rows = npt.NDArray[np.integer[Any]]
 
 
 class _Table(Protocol):
@@ -169,6 +170,7 @@ class ParquetColumns:
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        # Filled group by group, so that only one group is in memory besides the samples.
         found = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         with self._lock:
             # Each row group is read once, whatever the order of the rows: that takes milliseconds.
@@ -199,6 +201,7 @@ class ParquetColumns:
 
     def _values(self, column: Any, name: str) -> Array:
         values = column.combine_chunks()
+        # By the type's name, because pyarrow has three types of lists and is not imported here.
         is_list = str(values.type).startswith(("list", "large_list", "fixed_size_list"))
         flat = values.flatten() if is_list else values
         # Floats would become NaN, and integers floats: nothing is guessed.
@@ -221,9 +224,10 @@ class ParquetColumns:
         return f"ParquetColumns({self.filename}, {self._columns}, shape={self.shape})"
 
 
-def _dtype_of(types: Sequence[Any]) -> np.dtype[Any]:
+def _dtype_of(types: Sequence[Any]) -> DType:
     """Return NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
     elements = (getattr(each, "value_type", each) for each in types)
+    # np.stack of the columns uses the same promotion.
     return np.result_type(*(each.to_pandas_dtype() for each in elements))
 
 

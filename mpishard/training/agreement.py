@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import Array
 from mpishard.callbacks import names_of
@@ -107,7 +107,7 @@ def _check_first(
         program.predict(None, first[0])  # type: ignore[arg-type]
 
 
-def _take_first(samples: Dataset, name: str, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Array:
+def _take_first(samples: Dataset, name: str, indices: npt.NDArray[np.int64]) -> Array:
     try:
         taken: Array = take(samples, indices)
     except Exception as error:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.base import (
+    Document,
     as_amount,
     as_count,
     as_flag,
@@ -249,8 +250,8 @@ class OptimizationInputData:
         if self.resume is True:
             raise ValueError("resume=True needs checkpoint, the folder to resume from")
 
-    def _plain_numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"seed": as_integer("seed", self.seed)}
+    def _plain_numbers(self) -> Document:
+        numbers: Document = {"seed": as_integer("seed", self.seed)}
         for each in fields(self):
             # By the annotation, so that a new field is checked without a line here.
             kind, value = str(each.type), getattr(self, each.name)
@@ -303,6 +304,6 @@ class OptimizationInputData:
             **self._shuffling(),
         }
 
-    def _shuffling(self) -> dict[str, Any]:
+    def _shuffling(self) -> Document:
         names = "seed", "shuffle", "drop_last", "shuffle_block_size"
         return {name: getattr(self, name) for name in names}

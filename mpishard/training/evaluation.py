@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import Array, Data, ShardLayout, to_host
 from mpishard.communication import CommunicationBackend
@@ -19,7 +19,7 @@ from mpishard.data import Batches, Dataset, GlobalBatchSampler, LocalBatchSample
 from mpishard.models import ShardedModelBase, measured
 from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, parts_of
 
-Moments = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
+Moments = tuple[Array, Array, Array]
 
 
 @dataclass
@@ -45,8 +45,8 @@ class DatasetResult:
     x: Dataset = field(repr=False)
     y: Dataset | None = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
-    predictions: np.ndarray[Any, Any] | None = field(default=None, repr=False)
-    indices: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False)
+    predictions: Array | None = field(default=None, repr=False)
+    indices: npt.NDArray[np.int64] | None = field(default=None, repr=False)
 
 
 def evaluate(
@@ -74,7 +74,9 @@ def evaluate(
         The data set's part, for messages of reads that fail.
     """
     engine, backend = model.engine, model.backend
-    counts = engine.replica.speaks  # of the ranks that compute the same samples one counts them
+    counts = (
+        engine.replica.reports_loss
+    )  # of the ranks that compute the same samples one counts them
     # An empty batch has the shape of a target, and no target is read for it.
     nothing: Data = np.zeros(0)
     if engine.loss is not None and y is not None:
@@ -83,8 +85,8 @@ def evaluate(
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves, subject = engine.leaves, engine.layout.subject
     sums = np.zeros((1 if leaves is None else leaves.micro_steps, 2))
-    outputs: list[np.ndarray[Any, Any]] = []
-    seen: list[np.ndarray[Any, Any]] = []
+    outputs: list[Array] = []
+    seen: list[Array] = []
     with Batches(
         x,
         y,

@@ -221,7 +221,7 @@ class _Minimization:
         self.optimizer = ZeRO2Optimizer(self.rule, self.config)
         state = self.optimizer.checkpoint_view(self.model)
         # A function has no other attributes to save, so the warning about them is switched off.
-        self.model.engine.has_said_what_is_not_saved = True
+        self.model.engine.has_warned_of_unsaved_attributes = True
         own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
         found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
         if found is not None:

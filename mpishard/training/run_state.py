@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint import CheckpointState, Pieces, PlainModelFiles, check_keys, choices_in
 from mpishard.communication import CommunicationBackend, gather_texts, same_outcome
 from mpishard.models import ShardedModelBase
@@ -176,7 +176,7 @@ class UserState:
             texts = texts[:1]
         return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
 
-    def check(self, saved: Mapping[str, Any]) -> None:
+    def check(self, saved: Metadata) -> None:
         """Refuse a saved `position` that does not fit. Communicates nothing.
 
         Raises
@@ -198,7 +198,7 @@ class UserState:
                 f"with {len(states)} ranks, or use a state that is equal on all ranks"
             )
 
-    def restore(self, saved: Mapping[str, Any], path: Path) -> None:
+    def restore(self, saved: Metadata, path: Path) -> None:
         """Continue from a `position` that was read from ``path``. Communicates nothing.
 
         Raises
@@ -233,7 +233,7 @@ def _without_arrays(state: object) -> object:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _with_arrays(state: Any) -> Any:
+def _with_arrays(state: object) -> Any:
     if not isinstance(state, Mapping):
         return state
     if _ARRAY in state:

@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpishard.base import CheckpointError, NonFiniteLossError, NoSampleError, Preempted, settings
+from mpishard.base import (
+    CheckpointError,
+    Metadata,
+    NonFiniteLossError,
+    NoSampleError,
+    Preempted,
+    settings,
+)
 from mpishard.callbacks import Preemption
 from mpishard.checkpoint import (
     ANYTHING,
@@ -315,7 +322,7 @@ class RunCheckpoints:
 
 
 def check_position(
-    path: Path, backend: CommunicationBackend, order: Mapping[str, Any], user_state: UserState
+    path: Path, backend: CommunicationBackend, order: Metadata, user_state: UserState
 ) -> bool:
     """Refuse a checkpoint that a run with this order of samples cannot continue. Collective.
 

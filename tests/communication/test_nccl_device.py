@@ -9,9 +9,8 @@ import pytest
 from cupy_stand_in import installed
 
 import mpishard as ms
-from mpishard.base.devices import Device, load_cupy
+from mpishard.base.devices import Device, load_cupy, load_nccl
 from mpishard.communication import NCCLCommunicationBackend, ReductionOperation
-from mpishard.communication.nccl.communicator import load_nccl
 from mpishard.errors import DeviceUnavailableError
 from mpishard.testing.reductions import tree_reduce
 
@@ -110,7 +109,7 @@ def test_movement(world, gpus, length):
 
 
 def test_a_rank_can_send_to_itself_in_a_group_of_calls(world, gpus, length):
-    """The messages of "exact", of which a world of one has none."""
+    """Messages to itself stand in for those of "exact", of which a world of one has none."""
     sent, received = (
         gpus.asarray(contribution(0, "float32", length)),
         gpus.zeros(length, np.float32),

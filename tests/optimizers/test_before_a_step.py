@@ -34,7 +34,7 @@ def test_replicated_state_of_tensor_ranks_becomes_equal_again(backend: Any) -> N
     step(model, optimizer, 2)
     expected = {name: vector.copy() for name, vector in optimizer.state.items()}
     saved = optimizer.serialize()
-    held = model.engine.placement.slices
+    held = model.engine.placement.local_parameters
     shared = [each.entry for each in held if each.entry.name == "linear1.bias"]
     assert shared  # of a layer split by columns every rank has the whole bias
     if backend.rank == 1:

@@ -110,10 +110,10 @@ def exchanged_pieces(model):
     found = []
     count = replica.data.world_size if replica.is_grouped else 1
     place = replica.data.rank if replica.is_grouped else 0
-    slices = [held.entry for held in placement.slices]
+    slices = [held.entry for held in placement.local_parameters]
     replicated = []
     if replica.is_on_mesh:  # what its ranks hold replicated travels whole
-        held = {each.entry.name: each.boxes for each in placement.slices}
+        held = {each.entry.name: each.boxes for each in placement.local_parameters}
         pipeline, tensor = model.mesh.pipeline_rank, model.mesh.tensor_rank
         everyones = [
             json.loads(text)
@@ -145,8 +145,8 @@ def exchanged_pieces(model):
                 if low < high:
                     found.append((list(placement.ranges(low, high)), None, low))
         for start_, stop_ in runs:
-            size = replica.together.world_size if replica.is_grouped else 1
-            key = [unit.index] if size == 1 else [unit.index, replica.together.rank]
+            size = replica.group.world_size if replica.is_grouped else 1
+            key = [unit.index] if size == 1 else [unit.index, replica.group.rank]
             key += [start_ - unit.start] if replicated else []
             found.append((list(placement.ranges(start_, stop_)), key, start_))
     found.sort(key=lambda part: part[2])
@@ -244,7 +244,7 @@ def require_equal_copies(model):
     for unit in model.engine.layout.units:
         values = np.empty(unit.length)
         model.engine.parameters.read(unit, values)
-        for part in model.engine.placement.slices:
+        for part in model.engine.placement.local_parameters:
             entry = part.entry
             if unit.start <= entry.start < unit.stop:
                 own = values[entry.start - unit.start : entry.stop - unit.start]
@@ -623,7 +623,7 @@ def test_replicas_without_a_method_send_whole_gradients(backend, layout):
     for step in range(5):
         batch = share(step, model.data_rank, model.data_size)
         report = optimizer.step_report(model, *batch)
-        counts = model.engine.replica.speaks  # ranks that compute together count once
+        counts = model.engine.replica.reports_loss  # ranks that compute together count once
         known = exact.step_report(other, *(array[: len(array) * counts] for array in batch))
         figures = [(each.loss, each.weight, each.gradient_norm) for each in (report, known)]
         np.testing.assert_allclose(*figures, rtol=1e-12)

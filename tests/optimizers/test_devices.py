@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cupy_stand_in.counts import counting
+from mpishard.optimizers.rules.ranges import joined
 
 import mpishard as ms
 from mpishard.base.arrays import to_host
@@ -96,6 +97,31 @@ def test_pieces_that_lie_end_to_end_are_updated_by_one_launch(name, gpu):
     assert counts.launches == 4 * ranges
     expected = updated(RULES[name], np.array, "float64")
     np.testing.assert_array_equal(found["parameters"], expected["parameters"])
+
+
+def test_only_ranges_that_lie_end_to_end_in_all_their_arrays_are_joined(gpu):
+    p, g, m = (gpu.zeros(12) for _ in range(3))
+
+    def owned(p, g, m, name):
+        return PieceViews(p, g, {"m": m}, (Segment(name, 0, int(p.size)),))
+
+    first, second = owned(p[:5], g[:5], m[:5], "a"), owned(p[5:9], g[5:9], m[5:9], "b")
+    (whole,) = joined([first, second])
+    assert [array.size for array in (whole.parameters, whole.gradients, whole.state["m"])] == [
+        9
+    ] * 3
+    assert whole.segments == (Segment("a", 0, 5), Segment("b", 5, 9))
+    parameters = whole.parameters
+    parameters += 1
+    assert to_host(p).tolist() == [1] * 9 + [0] * 3
+    for other in (
+        owned(p[6:9], g[5:8], m[5:8], "b"),
+        owned(p[5:9], gpu.zeros(4), m[5:9], "b"),
+        owned(p[5:9], g[5:9], m[4:8], "b"),
+    ):
+        assert len(joined([first, other])) == 2
+    host = [owned(*(np.zeros(9)[part] for _ in range(3)), "a") for part in (slice(4), slice(4, 9))]
+    assert joined(host) == host
 
 
 class Cubic(SGD):

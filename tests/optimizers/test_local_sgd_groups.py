@@ -381,7 +381,7 @@ def many_steps(backend, mesh, inside, options):
     expected = textbook(mesh[2], model.data_size, steps, 4, outer)
     np.testing.assert_allclose(mine, expected[model.mesh.replica_rank], rtol=0, atol=1e-12)
     if inside == "fsdp":  # each replica is sharded over all its ranks
-        mesh_ranks = model.mesh.together.all_gather(np.array([model.local_parameter_shard.size]))
+        mesh_ranks = model.mesh.group.all_gather(np.array([model.local_parameter_shard.size]))
         assert max(mesh_ranks) <= 2 * min(mesh_ranks) + 8
         assert max(mesh_ranks) < len(mine)
     optimizer.settle()

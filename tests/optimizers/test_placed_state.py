@@ -5,7 +5,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.optimizers.sharded.state_bytes import StateBytes
-from mpishard.sharding import ParameterEntry, Piece, Placement, Slice, Unit
+from mpishard.sharding import LocalParameter, ParameterEntry, Piece, Placement, Unit
 from mpishard.training.run_state import BestParameters
 
 ENTRIES = [
@@ -21,11 +21,11 @@ def held(rank):
     """Return what a rank of three stores: boxes of rows and columns, and the rest whole."""
     blocks = tuple(((3 * b + rank, 3 * b + rank + 1), (0, 2)) for b in (0, 1))
     slices = [
-        Slice(ParameterEntry("rows", (2, 2), 0), blocks),
-        Slice(ParameterEntry("frozen", (3,), 4), (((0, 3),),), is_counted=rank == 0),
-        Slice(ParameterEntry("columns", (3, 1), 7), (((0, 3), (rank, rank + 1)),)),
-        Slice(ParameterEntry("scale", (), 10), ((),), is_counted=rank == 0),
-        Slice(ParameterEntry("norm", (5,), 11), (((0, 5),),), is_counted=rank == 0),
+        LocalParameter(ParameterEntry("rows", (2, 2), 0), blocks),
+        LocalParameter(ParameterEntry("frozen", (3,), 4), (((0, 3),),), is_counted=rank == 0),
+        LocalParameter(ParameterEntry("columns", (3, 1), 7), (((0, 3), (rank, rank + 1)),)),
+        LocalParameter(ParameterEntry("scale", (), 10), ((),), is_counted=rank == 0),
+        LocalParameter(ParameterEntry("norm", (5,), 11), (((0, 5),),), is_counted=rank == 0),
     ]
     return Placement(ENTRIES, slices)
 
@@ -46,7 +46,7 @@ SPOKEN[2] = SPOKEN[1]
 def last_column():
     """Return what a fourth rank stores: one column."""
     boxes = (((0, 3), (3, 4)),)
-    return Placement(ENTRIES, [Slice(ParameterEntry("columns", (3, 1), 0), boxes)])
+    return Placement(ENTRIES, [LocalParameter(ParameterEntry("columns", (3, 1), 0), boxes)])
 
 
 def state_of(rank):
@@ -54,7 +54,7 @@ def state_of(rank):
     pieces = [Piece(UNIT, 0, 3, 0)] if rank == 3 else UPDATED
     state = {}
     for name, full in zip("mv", FULL, strict=True):
-        parts = [placement.part(full, piece.start, piece.stop) for piece in pieces]
+        parts = [placement.local(full, piece.start, piece.stop) for piece in pieces]
         state[name] = np.concatenate(parts)
     return placement, pieces, state
 
@@ -110,8 +110,8 @@ def test_a_rank_reads_but_does_not_write_parameters_that_it_does_not_count(strat
         optimizer.bind(model)
         whole = model.engine.placement
         slices = [
-            Slice(held.entry, held.boxes, is_counted=not held.entry.name.endswith("bias"))
-            for held in whole.slices
+            LocalParameter(held.entry, held.boxes, is_counted=not held.entry.name.endswith("bias"))
+            for held in whole.local_parameters
         ]
         placement = Placement(whole.entries, slices)
         monkeypatch.setattr(model.engine, "placement", placement)

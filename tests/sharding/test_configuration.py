@@ -107,7 +107,7 @@ def test_leaves(backend):
 
 
 def test_arrays_are_no_names(backend):
-    with pytest.raises(ValueError, match=r'precision must be .* None .* got array\('):
+    with pytest.raises(ValueError, match=r"precision must be .* None .* got array\("):
         ShardingConfiguration(backend, precision=np.ones(2))
     with pytest.raises(TypeError, match=r"replica_size must be an integer, got array\("):
         ShardingConfiguration(backend, replica_size=np.ones(2))

@@ -242,6 +242,31 @@ def leaves(*_):
     go_on(backend)
 
 
+def sums_by_nccl(*_):
+    """Rank 1 is killed when all are in NCCL, which would wait for it for ever."""
+    from cupy_stand_in import installed
+
+    with installed(device_count=3) as cupy:
+        nccl, world = sys.modules["cupy.cuda.nccl"], ms.init("nccl", on_failure="shrink")
+        world.all_reduce(cupy.ones(20_000))
+        nccl.hangs = True
+        work = world.all_reduce_async(cupy.ones(20_000))
+        while nccl.calls[-1][0] != "recv" or work.done:
+            world.progress()
+        world.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            work.wait()
+        except PeerError as error:
+            heir = world.shrink()
+            nccl.hangs = False
+            total = heir.all_reduce(cupy.ones(20_000))
+            aborted = sum(call[0] == "abort" for call in nccl.calls)
+            print(f"lost {error.rank}, aborted {aborted}, {type(heir).__name__}: {total[0]}")
+            heir.shutdown()
+
+
 def sleeps(*_):
     """A rank that sleeps is not lost: the job ends of it, as ever."""
     backend = ms.init(on_failure="shrink")

@@ -10,11 +10,12 @@ from spawned_jobs import MPIEXEC, ROOT, environment_of_a_job, needs_mpiexec
 pytestmark = [pytest.mark.spawned, needs_mpiexec]
 
 
-def test_ranks_that_hang_in_nccl_end_by_the_time_limit():
+def test_ranks_that_hang_in_nccl_end_by_the_time_limit(tmp_path):
     ended = subprocess.run(
         [MPIEXEC, "-n", "2", sys.executable, Path(__file__).with_name("nccl_scenario.py")],
         env=environment_of_a_job(
             MPISHARD_TIMEOUT="2",
+            TMPDIR=str(tmp_path),
             MPISHARD_WARN_AFTER="1",
             PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
         ),

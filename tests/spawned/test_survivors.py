@@ -158,6 +158,14 @@ def test_a_loss_while_the_others_shrink():
     assert out.count("came to its end in a world of 2") == 2
 
 
+def test_a_loss_while_nccl_moves_data():
+    code, out, error = job(
+        3, "sums_by_nccl", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))
+    )
+    assert code == 0, error
+    assert out.count("lost 1, aborted 1, NCCLCommunicationBackend: 2.0") == 2, (out, error)
+
+
 @only_full
 def test_a_rank_that_left_is_not_waited_for():
     code, out, error = job(3, "leaves")

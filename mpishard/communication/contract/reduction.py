@@ -13,11 +13,12 @@ import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from types import ModuleType
+from typing import Literal
 
 import numpy as np
 
-from mpishard.base import Array, array_namespace, chunk_length
+from mpishard.base import Array, DType, Kernel, array_namespace, chunk_length, is_device_array
 
 
 class ReductionOperation(IntEnum):
@@ -40,13 +41,16 @@ class ReductionOperation(IntEnum):
     Average = AVERAGE
 
 
+Reductions = Literal["exact", "fast"]
+"""Who combines arrays on GPUs: the one tree, or a library in an order of its own."""
+
 # A name of its own, because Python takes 0.2 us to look up a member of an enumeration.
 _AVERAGE = ReductionOperation.AVERAGE
 _MEANINGLESS = ("", "", "c", "c", "iub")
 """Kinds of dtypes for which an operation has no meaning, by the operation's number."""
 
 
-def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
+def check_reducible(dtype: DType, operation: object) -> None:
     """Refuse an operation that has no meaning for a dtype.
 
     Raises
@@ -78,8 +82,9 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 
 
 @functools.cache
-def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulation_dtype(dtype: DType) -> DType:
     """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
+    # The kind of ml_dtypes' bfloat16 is "V", as of any dtype that NumPy does not know.
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
 
@@ -93,10 +98,46 @@ _UFUNCS = {
 }
 
 
+def _kernel(name: str, value: str, arguments: str = "const T* right") -> Kernel:
+    return Kernel(
+        name,
+        f'extern "C" __global__ void {name}(const T* left, {arguments}, T* out, long long count)\n'
+        "{\n"
+        "    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;\n"
+        f"    if (i < count) out[i] = {value};\n"
+        "}\n",
+    )
+
+
+# CuPy's own functions turn float32 numbers below 1.2e-38 into 0, and the host's do not.
+_KERNELS = {
+    "add": _kernel("combine_sum", "add(left[i], right[i])"),
+    "multiply": _kernel("combine_product", "mul(left[i], right[i])"),
+    "minimum": _kernel("combine_minimum", "minimum(left[i], right[i])"),
+    "maximum": _kernel("combine_maximum", "maximum(left[i], right[i])"),
+}
+_QUOTIENT = _kernel("divide_sum", "div(left[i], divisor)", "T divisor")
+
+
+def _divide(sums: Array, divisor: int, out: Array) -> None:
+    if is_device_array(sums) and sums.dtype == np.float32:
+        _QUOTIENT.launch_for(sums.size, sums.dtype, sums, float(divisor), out, sums.size)
+    else:
+        array_namespace(sums).divide(sums, divisor, out=out)
+
+
 @functools.cache
-def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
+def _combiner(xp: ModuleType, operation: ReductionOperation, dtype: DType) -> Callable[..., object]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
-    ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
+    # NumPy's and CuPy's functions have the same names, so one look-up serves both.
+    ufunc: Callable[..., Array] = getattr(xp, _UFUNCS[operation])
+    if xp is not np and dtype == np.float32:
+        kernel = _KERNELS[_UFUNCS[operation]]
+
+        def combine(left: Array, right: Array, *, out: Array) -> None:
+            kernel.launch_for(out.size, dtype, left, right, out, out.size)
+
+        return combine
     if dtype.kind != "c" or operation is not ReductionOperation.PRODUCT:
         return ufunc
 
@@ -141,7 +182,8 @@ class TreeReducer:
     """
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[Any, ...], list[Array]] = {}
+        # By module and dtype. New arrays for each chunk would fault in their pages each time.
+        self._scratch: dict[tuple[str, str], list[Array]] = {}
         # NumPy warns of no overflow in this context. To enter it is faster than np.errstate.
         self._quiet = contextvars.Context()
         self._quiet.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
@@ -162,6 +204,7 @@ class TreeReducer:
         ``out`` may be one of the contributions or overlap them.
         """
         count = len(contributions)
+        # The commonest case, two ranks: one pass over the data, without scratch or chunks.
         if count == 2 and operation is not _AVERAGE and out.size:
             left, right = contributions
             dtype = out.dtype
@@ -203,7 +246,7 @@ class TreeReducer:
         subtrees: Mapping[Subtree, Array],
         narrow: Sequence[Subtree],
         count: int,
-        combine: Callable[..., Any],
+        combine: Callable[..., object],
         divisor: int,
         out: Array,
         *,
@@ -211,6 +254,7 @@ class TreeReducer:
     ) -> None:
         """Combine chunk by chunk; ``narrow`` subtrees are widened, ``direct`` writes ``out``."""
         xp, length = array_namespace(out), int(out.size)
+        # In chunks that stay in the cache through all log2(count) rounds.
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
         dtype = accumulation_dtype(out.dtype)
@@ -230,11 +274,12 @@ class TreeReducer:
                     leaves[key] = wide
             result = _tree(leaves, 0, depth, count, target, scratch, combine)
             if divisor:  # 1, too: the division turns complex infinities into NaN
-                result = xp.divide(result, divisor, out=target)
+                _divide(result, divisor, target)
+                result = target
             if result is not target or not direct:
                 out[start:stop] = result
 
-    def _buffers(self, xp: Any, dtype: np.dtype[Any], length: int, count: int) -> list[Array]:
+    def _buffers(self, xp: ModuleType, dtype: DType, length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < length:
@@ -251,7 +296,7 @@ def _tree(
     count: int,
     target: Array,
     scratch: Sequence[Array],
-    combine: Callable[..., Any],
+    combine: Callable[..., object],
 ) -> Array:
     """Combine slots ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 
@@ -261,6 +306,7 @@ def _tree(
     known = leaves.get((first, level))
     if known is not None:
         return known
+    # The left subtree first, into ``target`` itself: the right one then needs only lower buffers.
     left = _tree(leaves, first, level - 1, count, target, scratch, combine)
     middle = first + (1 << (level - 1))
     if middle >= count:

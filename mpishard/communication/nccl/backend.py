@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
-from mpishard.base import Array, Device, is_device_array
+from mpishard.base import Array, Device, is_device_array, load_nccl
 from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.reduction import Reductions
 from mpishard.communication.contract.work import Steps, Work
 from mpishard.communication.failure.report import OnFailure
 from mpishard.communication.mpi.backend import MPICommunicationBackend
@@ -16,10 +17,10 @@ from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.nccl.channel import NCCLChannel
 from mpishard.communication.nccl.collectives import NCCLCollectives, goes_by_host
-from mpishard.communication.nccl.communicator import Communicator, load_nccl
+from mpishard.communication.nccl.communicator import Communicator, NCCLHandle
 
-Reductions = Literal["exact", "fast"]
-"""Who adds up arrays on GPUs: see `NCCLCommunicationBackend`."""
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
 _log = logging.getLogger("mpishard")
 
@@ -56,7 +57,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
 
     def __init__(
         self,
-        comm: Any = None,
+        comm: Comm | None = None,
         *,
         reductions: Reductions = "exact",
         on_failure: OnFailure = "abort",
@@ -68,13 +69,19 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         self.reductions = reductions
         self._device = Device.parse("cuda")
         self._communicators: list[Communicator] = []  # of this world and all that were split off it
-        self._split_off: Any = None  # the communicator that NCCL has split off for this group
+        # The communicator that NCCL has split off for this group.
+        self._split_off: NCCLHandle | None = None
+
+    @property
+    def _kind(self) -> str:
+        return f"nccl, {self.reductions}"
 
     def _on_initialize(self) -> None:
         super()._on_initialize()
         if self._is_root:
             made = self._communicators  # not self, which the job must not keep
-            self._joined_job().ending.stop = partial(_end, made, in_good_order=False)
+            assert self._job is not None
+            self._job.ending.stop = partial(_end, made, in_good_order=False)
             if self.reductions == "fast" and self._rank == 0:
                 _log.warning(
                     "reductions='fast': NCCL adds up arrays on GPUs in an order of its own, so "
@@ -84,23 +91,15 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
     def _make_collectives(self, group: Group) -> Collectives:
         self._device = self._device.for_rank(self.local_rank)
         self._device.use()
-        job = self._joined_job()
-        communicator = Communicator(
-            group,
-            self.world_ranks,
-            self._device,
-            lambda where: job.wait(lambda: where),
-            self._split_off,
+        job, ranks = self._job, self.world_ranks
+        assert job is not None
+        self._communicator = made = Communicator(
+            group, ranks, self._device, lambda where: job.wait(lambda: where), self._split_off
         )
-        self._communicators.append(communicator)
-        self._communicator = communicator
+        self._communicators.append(made)
         is_fast = self.reductions == "fast"
-        channel = NCCLChannel(group, communicator, self._reducer, is_fast=is_fast)
+        channel = NCCLChannel(group, made, self._reducer, is_fast=is_fast)
         return NCCLCollectives(self, group, channel)
-
-    def _joined_job(self) -> Any:
-        assert self._job is not None
-        return self._job
 
     def _on_shutdown(self) -> None:
         # NCCL's communicators of groups end with the root, because a rank of a group may still read
@@ -114,7 +113,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         _end(self._communicators, in_good_order=False)  # they wait for the ranks that are lost
         return super()._shrink()
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: Comm, on_failure: OnFailure = "abort") -> Self:
         return type(self)(comm, reductions=self.reductions, on_failure=on_failure)
 
     # -------------------------------------------------------------------------------- collectives
@@ -155,5 +154,6 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
 
 def _end(communicators: list[Communicator], *, in_good_order: bool) -> None:
     """End communicators, those of groups first."""
+    # In reverse order of their making: a group ends before the world that it was split off.
     while communicators:
         communicators.pop().end(in_good_order=in_good_order)

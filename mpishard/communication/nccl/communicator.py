@@ -13,19 +13,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import (
-    CommunicationError,
-    Device,
-    DeviceUnavailableError,
-    address,
-    load_cupy,
-    settings,
-)
+from mpishard.base import CommunicationError, Device, address, load_cupy, load_nccl, settings
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.group import Group
@@ -35,21 +27,36 @@ _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _PLACE_BYTES = 256
 
 
-def load_nccl() -> ModuleType:
-    """Return ``cupy.cuda.nccl``.
+class NCCLHandle(Protocol):
+    """CuPy's communicator of NCCL, as far as it is used here. The stand-in for CuPy has it, too.
 
-    Raises
-    ------
-    DeviceUnavailableError
-        If CuPy or the NCCL library cannot be loaded.
+    Arrays are addresses in GPU memory; ``kind`` and ``how`` are NCCL's numbers of a dtype and an
+    operation.
     """
-    nccl: ModuleType = load_cupy().cuda.nccl
-    if not nccl.available:
-        raise DeviceUnavailableError(
-            "NCCLCommunicationBackend needs NCCL, which CuPy cannot load. Fix: pip install "
-            "nvidia-nccl-cu12, or nvidia-nccl-cu13 for CuPy of CUDA 13"
-        )
-    return nccl
+
+    def send(self, sent: int, count: int, kind: int, peer: int, stream: int) -> None: ...
+    def recv(self, received: int, count: int, kind: int, peer: int, stream: int) -> None: ...
+    def allGather(self, sent: int, received: int, count: int, kind: int, stream: int) -> None: ...  # noqa: N802
+    def broadcast(
+        self, sent: int, received: int, count: int, kind: int, root: int, stream: int
+    ) -> None: ...
+    def allReduce(  # noqa: N802
+        self, sent: int, received: int, count: int, kind: int, how: int, stream: int
+    ) -> None: ...
+    def reduceScatter(  # noqa: N802
+        self, sent: int, received: int, count: int, kind: int, how: int, stream: int
+    ) -> None: ...
+    def reduce(
+        self, sent: int, received: int, count: int, kind: int, how: int, root: int, stream: int
+    ) -> None: ...
+    def commSplit(self, color: int, key: int) -> NCCLHandle: ...  # noqa: N802
+    def check_async_error(self) -> None: ...
+    def destroy(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+Post = Callable[[NCCLHandle, int], None]
+"""A function that puts work on a stream, which is given by its address."""
 
 
 def _machine() -> str:
@@ -82,7 +89,7 @@ class Communicator:
         world_ranks: Sequence[int],
         device: Device,
         wait: Callable[[str], AbstractContextManager[object]],
-        made: Any = None,
+        made: NCCLHandle | None = None,
     ) -> None:
         self._group, self._world_ranks, self._device, self._wait = group, world_ranks, device, wait
         self._made = made
@@ -90,26 +97,28 @@ class Communicator:
         self._stream: Any = None
         self._is_connected = self._is_over = False
 
-    def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
+    def run(self, post: Post, *arrays: object) -> Steps:
         """Put work on the stream, and wait until it is done.
 
         ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
         until the work is done. Every rank of the group calls it in the same order.
         """
-        self._require_whole()
         if not self._is_connected:
             yield from self._begin()
+        self._require_whole()
         with self._wait("in NCCL for other ranks"), self._cuda.Device(self._device.index):
-            done = self._put(self._made, post)
+            done = self._put(post)
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
 
-    def _put(self, made: Any, post: Callable[[Any, int], None]) -> Any:
+    def _put(self, post: Post) -> Any:
         """Put work on the stream, after that of the current stream; return the event of its end."""
+        # Events without timing are cheaper, and nobody reads their times.
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
         self._stream.wait_event(ready)
-        post(made, self._stream.ptr)
+        assert self._made is not None
+        post(self._made, self._stream.ptr)
         done.record(self._stream)
         return done
 
@@ -118,7 +127,7 @@ class Communicator:
         if self._made is not None:
             self._made.check_async_error()
 
-    def split(self, color: int | None, key: int) -> Any:
+    def split(self, color: int | None, key: int) -> NCCLHandle | None:
         """Split it, after all its work is done; None if it was not made. Collective.
 
         Ranks of one ``color`` go together, in the order of ``key``; None joins none.
@@ -132,9 +141,10 @@ class Communicator:
 
     def end(self, *, in_good_order: bool) -> None:
         """End it. Work that is not done is waited for if ``in_good_order``, and else aborted."""
-        made, self._made, self._stream, self._is_over = self._made, None, None, True
+        made, self._made, self._is_over = self._made, None, True
         if made is not None:
             made.destroy() if in_good_order else made.abort()
+        self._stream = None
 
     def _require_whole(self) -> None:
         if self._is_over:
@@ -144,16 +154,12 @@ class Communicator:
 
     def _begin(self) -> Steps:
         """Enter NCCL with the ranks of the group, and connect to each of them."""
-        make: Callable[[], Any] = lambda: self._made  # noqa: E731 - was split off another one
+        self._require_whole()
+        unique = b""  # not needed for a communicator that was split off another one
         if self._made is None:
             unique = yield from self._exchange_id()
-            group = self._group
-            make = lambda: load_nccl().NcclCommunicator(  # noqa: E731
-                group.world_size, unique, group.rank
-            )
-        entry = _Entry(lambda: self._enter(make))
-        yield entry
-        self._made, self._is_connected = entry.made, True
+        yield _Entry(lambda: self._enter(unique))
+        self._is_connected = True
 
     def _exchange_id(self) -> Steps:
         """Return the unique id, after an exchange of it and of the ranks' GPUs."""
@@ -165,30 +171,32 @@ class Communicator:
         if group.rank == 0:
             row[:_ID_BYTES] = np.frombuffer(load_nccl().get_unique_id(), np.uint8)
         rows = np.empty((group.world_size, row.size), np.uint8)
+        # By MPI: NCCL has no way of its own to pass on the unique id.
         yield group.keep(group.data.Iallgather(row, rows), row, rows)
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
         return rows[0, :_ID_BYTES].tobytes()
 
-    def _enter(self, make: Callable[[], Any]) -> Any:
-        """Make the communicator, and exchange a byte with each rank."""
+    def _enter(self, unique: bytes) -> None:
+        """Make the communicator, if there is none, and exchange a byte with each rank."""
         # By default NCCL connects ranks at the first use of each of its algorithms. That use blocks
         # until the other ranks come to it, which may wait for this one in another world.
         settings.write_default("NCCL_RUNTIME_CONNECT", "0")
-        nccl, cupy, ranks = load_nccl(), load_cupy(), range(self._group.world_size)
+        nccl, cupy, count = load_nccl(), load_cupy(), self._group.world_size
 
-        def post(made: Any, stream: int) -> None:
+        def post(made: NCCLHandle, stream: int) -> None:
             nccl.groupStart()
-            for rank in ranks:
+            for rank in range(count):
                 made.send(address(sent) + rank, 1, nccl.NCCL_UINT8, rank, stream)
                 made.recv(address(received) + rank, 1, nccl.NCCL_UINT8, rank, stream)
             nccl.groupEnd()
 
         with self._cuda.Device(self._device.index):
-            made = make()
+            if self._made is None:
+                # Before the exchange, in which the watchdog may abort it.
+                self._made = nccl.NcclCommunicator(count, unique, self._group.rank)
             self._stream = self._cuda.Stream(non_blocking=True)
-            sent, received = cupy.zeros(len(ranks), np.uint8), cupy.empty(len(ranks), np.uint8)
-            self._put(made, post).synchronize()
-        return made
+            sent, received = cupy.zeros(count, np.uint8), cupy.empty(count, np.uint8)
+            self._put(post).synchronize()
 
     def _refuse_shared_gpus(self, places: Sequence[str]) -> None:
         """Refuse ranks that have one GPU, on all ranks, because NCCL's error names none."""
@@ -211,11 +219,9 @@ class _Entry(Waitable):
     A rank that blocked itself would let others wait in its other worlds, where they may block, too.
     """
 
-    __slots__ = ("_enter", "_error", "_thread", "made")
+    __slots__ = ("_enter", "_error", "_thread")
 
-    def __init__(self, enter: Callable[[], Any]) -> None:
-        self.made: Any = None
-        """The communicator."""
+    def __init__(self, enter: Callable[[], None]) -> None:
         self._enter = enter
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mpishard-nccl", daemon=True)
@@ -223,7 +229,7 @@ class _Entry(Waitable):
 
     def _run(self) -> None:
         try:
-            self.made = self._enter()
+            self._enter()
         except BaseException as error:  # noqa: BLE001 - raised by `test`
             self._error = error
 

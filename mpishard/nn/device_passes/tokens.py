@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Kernel
+from mpishard.base import NAMESPACES, Array, Kernel, beside
 from mpishard.nn.device_passes.text import SUMS, elementwise
 
 # A token outside of the table gives NaN: the host would have to wait to refuse it.
@@ -73,6 +73,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     tokens are compared with each distinct token. This takes less time than to sort them for some
     100,000 tokens and fewer.
     """
+    # Wide rows are cut into parts of a block's threads.
     (rows, width), parts = table_VD.shape, -(-table_VD.shape[1] // _ADD_ROWS.threads)
     _ADD_ROWS.launch(
         tokens_N.size * parts,
@@ -87,6 +88,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     )
 
 
+# One block is enough: tokens are few, and the host does not wait for it.
 _COUNT_OUTSIDE = Kernel(
     "count_outside",
     SUMS
@@ -106,12 +108,17 @@ extern "C" __global__ void count_outside(const long long* values, T* found, long
 
 
 def count_outside(values: Array, stop: int, allowed: int = 0) -> Array:
-    """Return the number of integers that are neither in [0, stop) nor the allowed value."""
+    """Return the number of integers that are neither in [0, stop) nor the allowed value.
+
+    The values may lie on another GPU.
+    """
     found = NAMESPACES[type(values)].empty((), np.float64)
-    _COUNT_OUTSIDE.launch(1, np.float64, int64(values), found, values.size, stop, allowed)
+    here = int64(beside(values, found))
+    _COUNT_OUTSIDE.launch(1, np.float64, here, found, values.size, stop, allowed)
     return found
 
 
 def int64(values: Array) -> Array:
     """Return integers as a C-contiguous array of int64: themselves if they are one."""
+    # One integer type, so that the kernels need no variants.
     return NAMESPACES[type(values)].ascontiguousarray(values, np.int64)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,7 @@ def _primitive(shape: Callable[..., Shape]) -> Callable[[Callable[..., Array]], 
     return register
 
 
-def _same(first: Shape, *_: Shape, **__: Any) -> Shape:
+def _same(first: Shape, *_: Shape, **__: object) -> Shape:
     return first
 
 
@@ -71,6 +70,7 @@ def add(a: Array, b: Array) -> Array:
 @_primitive(_same)
 def relu(x: Array) -> Array:
     """Return max(x, 0)."""
+    # Not np.maximum, as the layer has it: the formulas are to be independent.
     return np.where(x > 0, x, 0)
 
 
@@ -103,6 +103,7 @@ def swiglu(x: Array) -> Array:
 @_primitive(_same)
 def gelu(x: Array) -> Array:
     """Return x times the normal distribution function, in tanh form (arXiv:1606.08415, sec. 2)."""
+    # The paper's form, which the layer rearranges to save operations.
     y: Array = x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return y
 
@@ -113,6 +114,7 @@ def gelu(x: Array) -> Array:
 @_primitive(lambda x, weight: (*x[:-1], weight[0]))
 def matmul_transposed(x: Array, weight: Array) -> Array:
     """Return x W^T, for x of shape (..., I) and W of shape (O, I)."""
+    # einsum states which dims are summed, so that this does not repeat the layer's transposes.
     y: Array = np.einsum("...i,oi->...o", x, weight, optimize=True)
     return y
 
@@ -120,6 +122,7 @@ def matmul_transposed(x: Array, weight: Array) -> Array:
 @_primitive(lambda table, indices: (*indices, *table[1:]))
 def take_rows(table: Array, indices: Array) -> Array:
     """Return the table's row of each index; an index outside the table is a ValueError."""
+    # NumPy would take a negative index from the end of the table.
     if indices.size and not 0 <= indices.min() <= indices.max() < len(table):
         raise ValueError(f"an index is outside [0, {len(table)})")
     return table[indices]
@@ -153,6 +156,7 @@ def rms_norm(x: Array, weight: Array, *, epsilon: float) -> Array:
 @_primitive(_same)
 def zero_columns(x: Array, *, columns: tuple[int, ...]) -> Array:
     """Return x with 0 in the given elements of the last dim, even in place of NaN."""
+    # Not a product with 0, which keeps NaN and infinity.
     return np.where(np.isin(np.arange(x.shape[-1]), columns), 0, x)
 
 
@@ -215,6 +219,7 @@ def merge_heads(y: Array) -> Array:
 
 
 def _flat(x: Shape) -> Shape:
+    # One unknown dim makes the product unknown.
     sizes = [size for size in x[1:] if size is not None]
     return (x[0], math.prod(sizes) if len(sizes) == len(x) - 1 else None)
 

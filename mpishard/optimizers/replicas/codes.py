@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array
+from mpishard.base import Array, DType
 
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
@@ -104,7 +103,7 @@ class Int8(Code):
 class Rounded(Code):
     """Each element, rounded to the nearest of a shorter dtype."""
 
-    dtype: np.dtype[Any]
+    dtype: DType
 
     def wire_bytes(self, length: int, itemsize: int) -> int:
         return length * self.dtype.itemsize

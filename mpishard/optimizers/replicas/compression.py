@@ -6,18 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from mpishard.base import Array, as_count, as_flag, as_number
+from mpishard.base import Array, Metadata, as_count, as_flag, as_number
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
-from mpishard.models import ShardedModelBase, StoreLayout, written_here
+from mpishard.models import ShardedModelBase, StoreLayout, pieces_to_write
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, ExchangedPiece
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece, Region, ShardingConfiguration, refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {
@@ -166,7 +165,7 @@ class _CompressedState(ModelState):
         self._across = model.engine.replica.across
         self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
-        model.engine.lend(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
+        model.engine.use_passes(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
 
     def _make_sums(
         self, layout: StoreLayout, across: CommunicationBackend, pieces: tuple[ExchangedPiece, ...]
@@ -229,7 +228,7 @@ class _CompressedState(ModelState):
         engine, found = self.engine, []
         for piece in pieces:
             trained = engine.program.trained([piece])
-            for own in written_here(trained, engine.placement) if writes else trained:
+            for own in pieces_to_write(trained, engine.placement) if writes else trained:
                 start = piece.offset + own.start - piece.start
                 found.append((own.start, vector[start : start + own.length]))
         return engine.placement.cut(found)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpishard.base import Array, Data, ShardingError, copy_into
+from mpishard.base import Array, Data, Metadata, ShardingError, copy_into
 from mpishard.checkpoint import Pieces
 from mpishard.communication import differences
 from mpishard.models import ShardedModelBase, StepReport, Update
@@ -16,7 +16,6 @@ from mpishard.optimizers.replicas.delayed_sums import DelayedSums
 from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece
 
 _Item = TypeVar("_Item")
@@ -64,7 +63,7 @@ class DelayedState(ModelState):
         self._passes = ExchangedPasses(
             user, lambda layout, across, pieces: DelayedSums(across, pieces, layout, delay)
         )
-        model.engine.lend(self._passes)
+        model.engine.use_passes(self._passes)
 
     @property
     def sums(self) -> DelayedSums:

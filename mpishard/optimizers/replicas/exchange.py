@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from mpishard.base import Array, ShardLayout, copy_into, to_host
+from mpishard.base import Array, DType, ShardLayout, copy_into, to_host
 from mpishard.communication import CommunicationBackend, ReductionOperation, TreeReducer, Work
 from mpishard.observe import MemoryCategory, MemoryLedger
 from mpishard.optimizers.replicas.codes import Code
@@ -93,7 +91,7 @@ class CodedExchange(Exchange):
         across: CommunicationBackend,
         piece: Piece,
         code: Code,
-        dtype: np.dtype[Any],
+        dtype: DType,
         ledger: MemoryLedger,
         key: tuple[int, ...],
     ) -> None:

@@ -22,7 +22,7 @@ from mpishard.models import (
     StoreLayout,
     UpdatePieces,
     WrappedGradients,
-    dealt,
+    divided_pieces,
     make_gradient_store,
     squared_norm,
 )
@@ -177,10 +177,10 @@ class ExchangedPasses(Passes):
             # Ranks that repeat the work on a black box must draw the same numbers: they have one
             # key.
             is_whole = engine.program.needs_whole_parameters
-            ranks = engine.backend if is_whole else replica.together
+            ranks = engine.backend if is_whole else replica.group
             # A replica of one rank has the same keys with and without ``replica_size``.
             rank = () if ranks.world_size == 1 else (ranks.rank,)
-            alike = engine.program.vector.held_alike()
+            alike = engine.program.vector.replicated_ranges()
         pieces = layout.pieces(sharded=not self._is_alone)
         trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
         exchanged = exchanged_pieces(trained, *rank, replicated=alike)
@@ -192,7 +192,9 @@ class ExchangedPasses(Passes):
         if self._is_alone:
             return found
         # All replicas have the same sums: each adds a share of the squares to the norm.
-        return replace(found, counted=tuple(dealt(found.counted, across.world_size, across.rank)))
+        return replace(
+            found, counted=tuple(divided_pieces(found.counted, across.world_size, across.rank))
+        )
 
     def run(
         self, engine: Engine, x: Array, y: Array, sample_start: int, *, is_last: bool

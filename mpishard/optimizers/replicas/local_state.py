@@ -12,6 +12,7 @@ from mpishard.base import (
     BFLOAT16,
     Array,
     Data,
+    Metadata,
     NoSampleError,
     ShardingError,
     array_namespace,
@@ -27,8 +28,8 @@ from mpishard.models import (
     StepReport,
     Update,
     local_gradients,
+    pieces_to_write,
     squared_norm,
-    written_here,
 )
 from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
 from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
@@ -36,7 +37,6 @@ from mpishard.optimizers.replicas.exchanged_passes import exchanged_pieces
 from mpishard.optimizers.rules.pieces import PieceViews, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.state_bytes import Metadata
 from mpishard.sharding import Piece, Region
 
 CODES: dict[str, Code] = {
@@ -82,14 +82,14 @@ class ReplicaPasses(Passes):
     ) -> Reduced:
         round_, store, pieces = engine.round, self.store, engine.pieces
         if self._is_grouped:
-            engine.program.settle(engine.backend)
+            engine.program.share_changed_state(engine.backend)
             gradients, counted = store.owned(pieces.updated), store.owned(pieces.counted)
         else:
             gradients = counted = local_gradients(store, pieces.updated)
         # The norm of this replica's gradient alone, because no sum over replicas is made.
         replica = own = np.array(round_.read(squared_norm(counted)))
         if self._is_grouped:
-            replica = engine.replica.together.all_reduce(own.copy())
+            replica = engine.replica.group.all_reduce(own.copy())
         total, weight, _ = round_.totals(own, loss, settings, engine.step_number + 1)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
@@ -150,7 +150,7 @@ class LocalState(ModelState):
         ]
         # Ranks of a replica that hold copies of a parameter must get the same bits: their changes
         # travel as they are if codes depend on the other values of a piece.
-        alike = engine.program.vector.held_alike() if name == "int8" else []
+        alike = engine.program.vector.replicated_ranges() if name == "int8" else []
         for exchanged in exchanged_pieces(self._trained, replicated=alike):
             piece = exchanged.piece
             if name in (None, self.model.dtype.name) or exchanged.is_replicated:
@@ -226,7 +226,7 @@ class LocalState(ModelState):
         weight = engine.replicas.weight
         # Over all ranks, which is a barrier: ranks of a replica may still read the memory that is
         # changed below. One rank of each replica gives its weight.
-        counts = not self._is_grouped or engine.replica.together.rank == 0
+        counts = not self._is_grouped or engine.replica.group.rank == 0
         mine = np.array([weight * counts])
         total = float(engine.world.all_reduce(mine, subject=engine.layout.subject)[0])
         if total:  # otherwise no replica has used a sample
@@ -302,7 +302,7 @@ class LocalState(ModelState):
             for kind, regions in mine.items()
             for r in range(across.world_size)
         }
-        return {**each, **self._outer_regions(written_here(self._pieces, engine.placement))}
+        return {**each, **self._outer_regions(pieces_to_write(self._pieces, engine.placement))}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas from the kinds of a checkpoint."""

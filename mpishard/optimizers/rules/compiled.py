@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.base import (
     Array,
+    DType,
     array_namespace,
     chunk_length,
     compile_loop,
@@ -153,7 +154,7 @@ def _machine_code(
 # By what is missing, too, because numba has a type for None.
 @functools.cache
 def _compile(
-    function: FunctionType, dtype: np.dtype[Any], missing: tuple[bool, ...]
+    function: FunctionType, dtype: DType, missing: tuple[bool, ...]
 ) -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None:

@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, is_device_array, lie_end_to_end, stretched
-from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
+from mpishard.base import Array, Document, is_device_array, lie_end_to_end, stretched
+from mpishard.sharding import ParameterEntry, Piece, Unit, common_pieces, overlapping
 
 SegmentKey = tuple[str, int]
 """A parameter's name, and the number of its segment; see `Segment`."""
 
-Numbers = dict[str, Any]
+Numbers = Document
 """Values, as JSON, that a rule keeps between updates besides its vectors."""
 
 _MISSED = "missed"
@@ -80,6 +79,9 @@ class PieceViews:
 
     def without(self, unused: Collection[str], numbers: Numbers) -> Iterator[PieceViews]:
         """Yield views without the parameters ``unused``, one for each number of ``missed``."""
+        if not unused and _MISSED not in numbers:  # as in nearly all steps
+            yield self
+            return
 
         def missed(segment: Segment) -> int | None:
             return None if segment.name in unused else missed_by(segment.name, numbers)
@@ -185,7 +187,7 @@ class FixedSegments:
     units : sequence of Unit
         The units that are divided among the ranks.
     leaves : int
-        ``gradient_leaves``: see `mpishard.sharding.cells_of`.
+        ``gradient_leaves``: see `mpishard.sharding.common_pieces`.
 
     Attributes
     ----------
@@ -196,7 +198,7 @@ class FixedSegments:
     def __init__(
         self, entries: Sequence[ParameterEntry], units: Sequence[Unit], leaves: int
     ) -> None:
-        cuts = sorted({start for unit in units for start, _ in cells_of(unit, leaves)})
+        cuts = sorted({start for unit in units for start, _ in common_pieces(unit, leaves)})
         self.names: list[str] = []
         self._starts: list[int] = []
         self._firsts: list[int] = []  # index of the first segment of each parameter

@@ -26,7 +26,7 @@ from mpishard.base import (
     to_host,
 )
 from mpishard.checkpoint import bytes_of, tensors_and_document
-from mpishard.contracts import IShardedModel
+from mpishard.contracts import IShardedModel, UserModel
 from mpishard.models import squared_norm
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.options import (
@@ -67,7 +67,7 @@ class PlainTraining:
 
     def __init__(self, rule: Optimizer) -> None:
         self.rule = rule
-        self.model: Any = None  # from `set_model`
+        self.model: UserModel = None  # from `set_model`
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +86,7 @@ class PlainTraining:
         self._trained_segments(named_parameters(model) or ())
         self.model = model
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch."""
         refuse_sharded(self.rule, model)
         self._refuse_second_model(model)
@@ -239,7 +239,7 @@ class PlainTraining:
                 "optimizer per model, or reset() to forget the state"
             )
 
-    def _update(self, model: Any, parameters: Array, gradients: Array) -> None:
+    def _update(self, model: UserModel, parameters: Array, gradients: Array) -> None:
         updated = self._advance(parameters, gradients, named_parameters(model))
         # After the update, which may refuse the arrays.
         self._trained = model
@@ -370,7 +370,7 @@ def _encoded(name: str, value: Any) -> object:
     )
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     """Return the setting that `_encoded` was given.
 
     Raises

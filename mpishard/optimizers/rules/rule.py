@@ -10,9 +10,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, overload
 
-from mpishard.base import Array, as_amount, as_number, check_path, nearest, require_type
+from mpishard.base import (
+    Array,
+    as_amount,
+    as_number,
+    check_path,
+    nearest,
+    require_type,
+)
 from mpishard.checkpoint import replace_file
-from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
+from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike, UserModel
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
@@ -48,7 +55,7 @@ def _above_zero_or_none(name: str, value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def fraction(name: str, value: float) -> float:
+def fraction(name: str, value: Any) -> float:
     """Return a setting that must be in [0, 1)."""
     if not 0 <= as_number(name, value) < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
@@ -394,7 +401,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         return train_plain(self, input_data)
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.
 
         Parameters

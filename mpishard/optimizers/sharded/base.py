@@ -15,6 +15,7 @@ from mpishard.base import (
     Array,
     CommunicationError,
     Data,
+    Document,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -35,6 +36,7 @@ from mpishard.contracts import (
     IShardedModel,
     IShardedOptimizer,
     PathLike,
+    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -151,7 +153,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def get_options(self) -> Mapping[str, object]:
         return {**self._rule.get_options(), **self._settings()}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
@@ -182,7 +184,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         # The gradients go back to the store that the model's strategy chose, unless the model is
         # closed and has none.
         if state is not None and state.keeps_gradients and isinstance(state.engine, Engine):
-            state.engine.lend(None)
+            state.engine.use_passes(None)
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -241,7 +243,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state.last_gradient = None
         report = state.step(x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, model.engine.held_gradient
+            state.last_gradient = report.weight, model.engine.gradient_identity
         return report
 
     def settle(self) -> None:
@@ -459,7 +461,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: Any) -> None:
+    def _synchronize_parameters(self, model: UserModel) -> None:
         """Give a plain model on every rank the mean of all ranks' parameters. Collective.
 
         Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.

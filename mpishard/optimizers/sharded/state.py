@@ -10,7 +10,7 @@ from typing import ClassVar, TypedDict
 
 import numpy as np
 
-from mpishard.base import Array, Data, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, Metadata, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
@@ -23,7 +23,7 @@ from mpishard.optimizers.rules.pieces import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.state_bytes import STATE_FORM, Metadata, StateBytes
+from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
 from mpishard.sharding import ParameterEntry, Piece, Region, refuse_line_search
 
 _log = logging.getLogger("mpishard")
@@ -67,7 +67,7 @@ class ModelState(CheckpointState):
         The rule's numbers besides the vectors: see `UpdateContext`.
     last_gradient : (float, (int, int)) or None
         Weight of the last step's gradient, which the model's store holds as a sum, and the engine's
-        ``held_gradient`` after that step; None without one.
+        ``gradient_identity`` after that step; None without one.
     """
 
     keeps_gradients: ClassVar[bool] = False
@@ -229,7 +229,7 @@ class ModelState(CheckpointState):
         engine = self.model.engine
         weight, gradient = self.last_gradient or (0.0, None)
         # Numbers of the gradient: the store may have been written, or summed again, since.
-        if gradient != engine.held_gradient:
+        if gradient != engine.gradient_identity:
             return None
         gradients = engine.gradients.owned(engine.pieces.owned)
         if not gradients:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import CheckpointError, to_host
+from mpishard.base import Array, CheckpointError, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     OBJECT,
@@ -31,10 +31,7 @@ _HEADER = "mpishard.optimizer"
 STATE_FORM: dict[str, object] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
 """The form of an optimizer's metadata in a checkpoint."""
 
-Tensors = dict[str, np.ndarray[Any, Any]]
-
-Metadata = Mapping[str, Any]
-"""The metadata of a state in a checkpoint: an object of JSON, in `STATE_FORM`."""
+Tensors = dict[str, Array]
 
 
 def kinds_of(rule: Optimizer) -> set[str]:
@@ -72,7 +69,7 @@ class StateBytes:
         pieces: Pieces,
         metadata: Metadata,
         entries: Sequence[ParameterEntry],
-        dtype: np.dtype[Any],
+        dtype: DType,
         subject: int = 0,
     ) -> StateBytes:
         """Return all ranks' pieces as whole arrays, on every rank. Collective.
@@ -218,7 +215,7 @@ class StateBytes:
                 "that, call bind(model) first" * (saved == mine)
             )
 
-    def require_fit(self, entries: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
+    def require_fit(self, entries: Sequence[ParameterEntry], dtype: DType) -> None:
         """Refuse the state of a model with other trained parameters than ``entries``.
 
         Raises

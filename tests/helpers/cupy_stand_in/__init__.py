@@ -3,7 +3,8 @@
 Its arrays are NumPy's underneath, and refuse what CuPy's refuse: to become NumPy arrays
 unasked, to be mixed with them, to be computed with on another device than they lie on, which also
 some assignments do. Reductions give 0-d arrays, results lie in C order, and casts keep the order of
-dims. No array is read-only, and sums by `add.reduceat` are differences of running sums. Where
+dims. No array is read-only, sums by `add.reduceat` are differences of running sums, and functions
+replace float32 numbers below 1.2e-38 by 0, which kernels in CUDA C++ need not do. Where
 releases of CuPy differ (the type of a NumPy scalar times an array, bfloat16) it refuses, and so it
 does what CUDA leaves undefined: to read what another thread's stream may still be writing, or to
 overwrite what it may still be reading; to change pinned memory that is still being copied; to give
@@ -32,7 +33,7 @@ from cupy_stand_in.array import ndarray
 from cupy_stand_in.cuda import Cuda
 from cupy_stand_in.functions import namespace
 from cupy_stand_in.kernels import RawKernel
-from cupy_stand_in.nccl import add_to
+from cupy_stand_in.nccl import added_to
 
 __all__ = ["installed"]
 
@@ -64,12 +65,12 @@ def installed(device_count: int = 1, *, has_headers: bool = True) -> Iterator[Mo
     vars(module).update(
         namespace(), ndarray=ndarray, RawKernel=RawKernel, cuda=Cuda(device_count, has_headers)
     )
-    add_to(module.cuda)
     module.__stand_in__ = True  # type: ignore[attr-defined]
     before = sys.modules.get("cupy")
     sys.modules["cupy"] = module
     try:
-        yield module
+        with added_to(module.cuda):
+            yield module
     finally:
         if before is None:
             del sys.modules["cupy"]

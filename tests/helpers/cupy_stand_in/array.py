@@ -399,21 +399,30 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     hosts: list[Any] = []
     for arg in args:
         if isinstance(arg, ndarray):
-            hosts.append(arg._host)
+            hosts.append(_flushed(function, arg._host))
         elif isinstance(arg, str | tuple | type(None)):
             hosts.append(arg)
         else:
             hosts.append(checked_scalar(arg, dtype))
     with np.errstate(all="ignore"):  # a GPU does not warn
         if out is None:
-            return give(_varied(function, function(*hosts, **kwargs), arrays))
+            return give(_varied(function, _flushed(function, function(*hosts, **kwargs)), arrays))
         if not isinstance(out, ndarray):
             raise TypeError(f"out must be a cupy.ndarray, got {type(out)}")
         _require_near(out)
         out._memory.write(out._host)
         result = function(*hosts, out=out._host, **kwargs)
-        out._host[...] = _varied(function, result, arrays)
+        out._host[...] = _varied(function, _flushed(function, result), arrays)
     return out
+
+
+def _flushed(function: Any, values: Any) -> Any:
+    """``values`` as CuPy's functions read and write them: float32 numbers below 1.2e-38 are 0."""
+    is_moved = not isinstance(function, np.ufunc)  # as by `where` or `concatenate`
+    if is_moved or getattr(values, "dtype", None) != np.float32:
+        return values
+    is_tiny = np.abs(values) < np.finfo(np.float32).smallest_normal
+    return np.where(is_tiny, np.copysign(np.float32(0), values), values)
 
 
 def _varied(function: Any, result: Any, arrays: list[ndarray]) -> Any:

@@ -1,11 +1,10 @@
-"""NCCL of the stand-in, with the streams and events that it needs.
+"""NCCL of the stand-in.
 
-Its ranks are processes or threads of one machine, and their data are files of a folder. Work on a
-stream runs late, on a thread of its own, and reads and writes arrays by their addresses, so that a
-caller who does not wait gets wrong values. It also refuses
+Its ranks are processes or threads of one machine, and their data are files of a folder. Its work is
+done late, and reads and writes arrays by their addresses, so that a caller who does not wait gets
+wrong values (`streams`). It also refuses
 
 * a call before which its stream has not waited for the caller's stream, by an event;
-* the use of an array for which NCCL may still be at work;
 * calls of ranks that do not match in kind, number, dtype, operation or root, where NCCL would hang;
 * ranks that block in different communicators: NCCL blocks in the first call between two ranks;
 * a split of a communicator that is not idle, and two ranks on one GPU.
@@ -18,27 +17,29 @@ import ctypes
 import itertools
 import os
 import pickle
-import queue
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
-from cupy_stand_in.cuda import Memory, current
+from cupy_stand_in.cuda import current
+from cupy_stand_in.streams import LIMIT_SECONDS, Event, Stream, begun, streams
 
-__all__ = ["add_to"]
+__all__ = ["added_to"]
+
+_NAME = "cupy.cuda.nccl"
+"""It is no attribute of ``cupy.cuda`` before it is imported."""
 
 _LATE_SECONDS = 3e-4
-_LIMIT_SECONDS = 60.0  # of a wait for another rank: NCCL would hang
 _DTYPES = {
     "NCCL_INT8": "int8", "NCCL_UINT8": "uint8", "NCCL_INT32": "int32", "NCCL_UINT32": "uint32",
     "NCCL_INT64": "int64", "NCCL_UINT64": "uint64", "NCCL_FLOAT16": "float16",
@@ -47,111 +48,6 @@ _DTYPES = {
 _OPERATIONS = {
     "NCCL_SUM": np.add, "NCCL_PROD": np.multiply, "NCCL_MAX": np.fmax, "NCCL_MIN": np.fmin,
 }  # fmt: skip
-
-# ------------------------------------------------------------------------------ streams and events
-
-_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Number of kernels and copies that were begun on each thread's own stream."""
-_streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
-_numbers = itertools.count(0x1000)
-
-
-class Stream:
-    """``cupy.cuda.Stream``, on which only NCCL works."""
-
-    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        if not non_blocking:
-            raise AssertionError("a stream that is not non_blocking waits for the null stream")
-        self.ptr = next(_numbers)
-        self.device = current.device
-        self.seen: dict[Any, int] = {}
-        """How much of each thread's work was begun before the event for which it waits."""
-        self.pending: list[tuple[int, int, bool, int]] = []
-        """Ranges of addresses in use: start, stop, whether they are written, number of the work."""
-        self.put = 0
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        _streams[self.ptr] = self
-
-    def wait_event(self, event: Event) -> None:
-        """Let later work wait for ``event``, of a thread's own stream."""
-        self.seen[event.stream] = max(self.seen.get(event.stream, 0), event.number)
-
-    def add(self, work: Callable[[], None]) -> int:
-        """Put work on the stream; return its number."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._work,), daemon=True)
-            self._thread.start()
-        self._work.put(work)
-        self.put += 1
-        return self.put
-
-    def is_done_up_to(self, number: int) -> None:
-        """Note that the caller knows it."""
-        self.pending = [entry for entry in self.pending if entry[3] > number]
-
-    def synchronize(self) -> None:
-        """Wait until all work is done."""
-        event = Event()
-        event.record(self)
-        event.synchronize()
-
-
-def _run(work: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        work.get()()
-
-
-class Event:
-    """``cupy.cuda.Event``."""
-
-    def __init__(
-        self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
-    ) -> None:
-        self.stream: Any = None
-        self.number = 0
-        self._happened = threading.Event()
-
-    def record(self, stream: Any = None) -> None:
-        """Let it happen after the work that was put on ``stream`` so far."""
-        self.stream = current.stream if stream is None else stream
-        if isinstance(self.stream, Stream):
-            self.number = self.stream.add(self._happened.set)
-        else:
-            self.number = _begun.get(self.stream, 0)
-            self._happened.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has happened."""
-        happened = self._happened.is_set()
-        if happened and isinstance(self.stream, Stream):
-            self.stream.is_done_up_to(self.number)
-        return happened
-
-    def synchronize(self) -> None:
-        """Wait until it has happened."""
-        assert self._happened.wait(_LIMIT_SECONDS), "the event never happens"
-        assert self.done
-
-
-_begin = Memory._begin
-
-
-def _begin_beside_nccl(memory: Memory, host: np.ndarray[Any, Any], *, writes: bool) -> None:
-    _begin(memory, host, writes=writes)
-    _begun[current.stream] = _begun.get(current.stream, 0) + 1
-    low, high = byte_bounds(host)
-    for stream in tuple(_streams.values()):
-        for start, stop, nccl_writes, _ in stream.pending:
-            if host.size and start < high and low < stop and (writes or nccl_writes):
-                raise AssertionError(
-                    f"a race: NCCL may still {'write' if nccl_writes else 'read'} this array: no "
-                    "event that was recorded after its work has been seen"
-                )
-
-
-Memory._begin = _begin_beside_nccl  # type: ignore[method-assign]
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -171,7 +67,7 @@ class _Mail:
 
     def take(self, name: str) -> Any:
         """Wait for a message, and remove it."""
-        path, deadline = self._folder / name, time.monotonic() + _LIMIT_SECONDS
+        path, deadline = self._folder / name, time.monotonic() + LIMIT_SECONDS
         while not path.exists():
             if self._is_over():
                 raise _AbortedError
@@ -276,10 +172,10 @@ class Nccl:
     def _put(self, calls: list[_Call]) -> None:
         communicators, pointers = {call[0] for call in calls}, {call[1] for call in calls}
         assert len(communicators) == len(pointers) == 1, "a group of several streams"
-        (made,), stream = communicators, _streams[pointers.pop()]
+        (made,), stream = communicators, streams[pointers.pop()]
         made.check()
         assert stream.device == made.device, "the stream is on another GPU than the communicator"
-        if stream.seen.get(current.stream, 0) != _begun.get(current.stream, 0):
+        if stream.seen.get(current.stream, 0) != begun.get(current.stream, 0):
             raise AssertionError(
                 "a race: NCCL's stream has not waited for this thread's stream since its last work"
             )
@@ -514,7 +410,16 @@ class Communicator:
         ctypes.memmove(address, values.tobytes(), values.nbytes)
 
 
-def add_to(cuda: Any) -> None:
-    """Give ``cupy.cuda`` streams, events and NCCL."""
-    cuda.Stream, cuda.Event, cuda.nccl = Stream, Event, Nccl()
+@contextmanager
+def added_to(cuda: Any) -> Iterator[None]:
+    """Give ``cupy.cuda`` streams and events, and ``import cupy.cuda.nccl`` NCCL."""
+    cuda.Stream, cuda.Event = Stream, Event
     cuda.Device.pci_bus_id = property(lambda device: f"0000:{device.id:02x}:00.0")
+    before = sys.modules.get(_NAME)
+    sys.modules[_NAME] = Nccl()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[_NAME]
+        if before is not None:
+            sys.modules[_NAME] = before
