@@ -146,7 +146,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         )
         return seed, result.model.gather_full_parameters(), result.fitness_history
 
-    def _outputs(self, X: Any) -> np.ndarray[Any, Any]:
+    def _outputs(self, X: object) -> Array:
         check_is_fitted(self, "parameters_")
         x = validate_data(self, X, reset=False, accept_sparse="csr", dtype=_DTYPES)
         model = self.model_
@@ -162,7 +162,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         return tags
 
 
-def _sample_weights(sample_weight: Any, x: Any) -> Array | None:
+def _sample_weights(sample_weight: object, x: object) -> Array | None:
     """Return weights that scikit-learn accepts, shape (n,), or None."""
     if sample_weight is None:
         return None
@@ -261,7 +261,7 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         )
         self.class_weight = class_weight
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on samples of shape (n, features) and n labels. Collective under MPI.
 
         Parameters
@@ -318,20 +318,20 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         result: Array = of_class[places] if weights is None else of_class[places] * weights
         return result
 
-    def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
+    def predict_proba(self, X: object) -> Array:
         """Return the probability of each class, shape (n, classes), in order of ``classes_``."""
         logits = self._outputs(X).astype(np.float64)
         if logits.shape[1] < len(self.classes_):  # one logit is that of the second class
             logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
         # Without the maximum, exp() of large logits would overflow.
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
-        result: np.ndarray[Any, Any] = exponentials / exponentials.sum(axis=1, keepdims=True)
+        result: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
         return result
 
-    def predict(self, X: Any) -> np.ndarray[Any, Any]:
+    def predict(self, X: object) -> Array:
         """Return the most probable class of each sample, shape (n,)."""
         probabilities = self.predict_proba(X)
-        found: np.ndarray[Any, Any] = self.classes_[probabilities.argmax(axis=1)]
+        found: Array = self.classes_[probabilities.argmax(axis=1)]
         return found
 
 
@@ -354,7 +354,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
 
     _loss = MSE
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on samples of shape (n, features) and their targets. Collective under MPI.
 
         Parameters
@@ -382,7 +382,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
         weights = _sample_weights(sample_weight, x)
         return self._train(x, columns.astype(x.dtype, copy=False), weights)
 
-    def predict(self, X: Any) -> np.ndarray[Any, Any]:
+    def predict(self, X: object) -> Array:
         """Return the predictions, in the shape of the targets: (n,) or (n, outputs)."""
         found = self._outputs(X)
         return found[:, 0] if self._is_flat else found

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.base import Array, as_loss, optional_package
-from mpishard.contracts import ILossFunction
+from mpishard.base import Array, Scalar, as_loss, optional_package
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import tree_of
 
 
@@ -139,7 +139,7 @@ class AutogradModel(TreeModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:
@@ -152,7 +152,7 @@ class AutogradModel(TreeModel):
         total, weight, saved = loss.forward(trace.value, y)
         return total, weight, (trace, lambda: loss.backward(saved))
 
-    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, saved: Saved, receive: Callable[[int, Array], None]) -> None:
         trace, cotangent = saved
         given = cotangent()
         with _tracing:
@@ -170,7 +170,7 @@ class AutogradModel(TreeModel):
                 )
             receive(index, np.asarray(gradient, self._dtype).reshape(-1))
 
-    def _traced(self, function: Callable[[Any], Any], what: str) -> Trace:
+    def _traced(self, function: Callable[[object], object], what: str) -> Trace:
         """Record ``function(tree)``; errors of autograd are explained, and name ``what``."""
         try:
             with _tracing:

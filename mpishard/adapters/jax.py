@@ -12,8 +12,8 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.base import Array, optional_package, settings
-from mpishard.contracts import ILossFunction
+from mpishard.base import Array, Scalar, optional_package, settings
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples, tree_of
 from mpishard.models import ParameterStore
 
@@ -68,7 +68,7 @@ class JaxTree(ParameterTree):
                 'jax.config.update("jax_enable_x64", True) first, or give float32 arrays'
             )
 
-    def build(self, leaves: Sequence[Any]) -> Any:
+    def build(self, leaves: Sequence[object]) -> Any:
         return self._structure.unflatten(leaves)
 
     def values(self, vector: Array) -> Any:
@@ -155,7 +155,7 @@ class JaxModel(TreeModel):
             # by the number of all samples later.
             return mean * len(jax.tree_util.tree_leaves(x)[0]), mean
 
-        def pull_back(tree: Any, x: Any, cotangent: Any) -> Any:
+        def pull_back(tree: object, x: object, cotangent: object) -> Any:
             assert predict is not None
             return jax.vjp(lambda tree: predict(tree, x), tree)[1](cotangent)[0]
 
@@ -184,7 +184,7 @@ class JaxModel(TreeModel):
                 allowed,
             )
 
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: object) -> None:
         if not isinstance(x, Samples) and not getattr(x, "shape", ()):
             raise TypeError(
                 f"x must be one array of samples, got {type(x).__name__}; give several inputs as "
@@ -194,7 +194,7 @@ class JaxModel(TreeModel):
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         # XLA would compile a program for no sample, whose mean is NaN.
         if len(x) == 0:
             return 0.0, 0.0, None
@@ -209,7 +209,7 @@ class JaxModel(TreeModel):
             lambda: self._pulled_back(self._parameters, tree_of(x), loss.backward(saved)),
         )
 
-    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, saved: Saved, receive: Callable[[int, Array], None]) -> None:
         import jax
 
         gradients = jax.tree_util.tree_leaves(saved())
@@ -218,6 +218,6 @@ class JaxModel(TreeModel):
             receive(index, np.asarray(gradients[index]).reshape(-1))
 
 
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the function with its result copied to a NumPy array, which is writable."""
     return lambda *arguments: np.array(function(*arguments))

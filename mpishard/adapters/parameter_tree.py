@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, require_plain
+from mpishard.base import Array, DType, require_plain
 from mpishard.data import map_tree
 from mpishard.sharding import ParameterEntry
 
@@ -46,7 +46,7 @@ class ParameterTree:
         found: list[tuple[str, Any]] = []
 
         # Leaves are numbered in the order of `map_tree`, in which `build` puts them back.
-        def note(name: str, leaf: Any) -> int:
+        def note(name: str, leaf: object) -> int:
             found.append((name or "parameters", leaf))
             return len(found) - 1
 
@@ -57,7 +57,7 @@ class ParameterTree:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
         self.entries, self.dtype, self.first_values = flat_leaves(found)
 
-    def build(self, leaves: Sequence[Any]) -> Any:
+    def build(self, leaves: Sequence[object]) -> Any:
         """Return a new tree of this structure with ``leaves``, one per entry."""
         return map_tree(lambda _, index: leaves[index], self._template)
 
@@ -73,7 +73,7 @@ class ParameterTree:
 
 def flat_leaves(
     found: Sequence[tuple[str, Any]],
-) -> tuple[tuple[ParameterEntry, ...], np.dtype[Any], Array]:
+) -> tuple[tuple[ParameterEntry, ...], DType, Array]:
     """Return entries, dtype and flat vector of the named leaves of a tree.
 
     The errors raised are those of `ParameterTree`.
@@ -93,7 +93,7 @@ def flat_leaves(
             f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
             "use keys without dots"
         )
-    dtypes: dict[np.dtype[Any], list[str]] = {}
+    dtypes: dict[DType, list[str]] = {}
     for name, leaf in found:
         # Python floats have no dtype of their own: 0.0 may be beside arrays of float32.
         if isinstance(leaf, np.ndarray | np.generic):
@@ -117,7 +117,7 @@ def flat_leaves(
     return tuple(entries), dtype, np.concatenate(values)
 
 
-def _check_leaf(name: str, leaf: Any) -> None:
+def _check_leaf(name: str, leaf: object) -> None:
     require_plain(leaf)
     if not isinstance(leaf, float | np.ndarray | np.generic):
         hint = (

@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.base import (
     Array,
+    DType,
     MissingMemberError,
     StructureOnlyError,
     array_namespace,
@@ -77,7 +78,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     """
 
     _name: str
-    _dtype: np.dtype[Any]
+    _dtype: DType
     _holder: str | None = None
     _vector: Array | None = None
 
@@ -92,7 +93,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         return self._entries
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         return self._dtype
 
     def get_model_metadata(self) -> ModelMetadata:
@@ -156,7 +157,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
             return 0.0, full
         self.backward_pass(saved, receive)
         full /= weight
-        return total / weight, full
+        return float(total / weight), full
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
@@ -242,7 +243,7 @@ class TreeModel(PlacedVectorModel):
 
     # ---------------------------------------------------------------------------------- computing
 
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: object) -> None:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
@@ -264,7 +265,8 @@ class TreeModel(PlacedVectorModel):
         MissingMemberError
             If the model was made without ``predict``.
         """
-        return self._known_predict()(self._parameters, tree_of(x))
+        prediction: Array = self._known_predict()(self._parameters, tree_of(x))
+        return prediction
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:
@@ -282,7 +284,7 @@ class TreeModel(PlacedVectorModel):
         return self._predict
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Return a value, or the shape of an array, for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype.name} of shape {value.shape}"

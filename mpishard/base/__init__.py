@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpishard.base.arguments import (
+        Document,
+        Metadata,
         adapter_hint,
         as_amount,
         as_count,
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
         NAMESPACES,
         SQUARES_BLOCK,
         Array,
+        Data,
+        DType,
+        Namespace,
+        Scalar,
         address,
         array_namespace,
         as_array,
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
         chunks,
         copy_into,
         device_bytes,
+        device_number,
         is_device_array,
         lie_end_to_end,
         lies_on_device,
@@ -111,11 +118,13 @@ _MODULES = (
 
 def __getattr__(name: str) -> object:
     """Import a module, or a name of one, on first use."""
+    # Modules come first: `from mpishard.base import settings` asks for one by this function, too.
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     for module in _MODULES:
         found = vars(importlib.import_module(f"{__name__}.{module}"))
         if name in found:
+            # Kept, so that only the first use of a name takes this search.
             globals()[name] = found[name]
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,16 @@ import importlib
 import math
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeAlias
+
+Document: TypeAlias = dict[str, Any]
+"""Named values that JSON can hold: what checkpoints, records and reports say of a run."""
+
+Metadata: TypeAlias = Mapping[str, Any]
+"""A `Document` that is only read, such as the metadata of a checkpoint."""
 
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
@@ -39,12 +45,13 @@ def as_positive(name: str, value: Any) -> float:
     ValueError
         Naming the argument, if it is another number.
     """
+    # NaN fails every comparison, and so it is refused, too.
     if not 0 < as_number(name, value) < float("inf"):
         raise ValueError(f"{name} must be above 0 and finite, got {value}")
     return float(value)
 
 
-def as_integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: object) -> int:
     """Return ``value`` as an int.
 
     Raises
@@ -52,6 +59,7 @@ def as_integer(name: str, value: Any) -> int:
     TypeError
         Naming the argument, if it is no integer. A bool is refused, too.
     """
+    # NumPy's integers are Integral as well. A bool is, too, and would count as 0 or 1.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     return int(value)
@@ -69,6 +77,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     """
     if as_integer(name, value) < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")
+    # NumPy's integers overflow in products of sizes, and Python's do not.
     return int(value)
 
 
@@ -115,6 +124,7 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     TypeError
         Naming the owner, for anything else that is no real number.
     """
+    # By attributes, because JAX and PyTorch need not be installed.
     if math.prod(getattr(value, "shape", ())) != 1:
         raise ValueError(
             f"the loss of {name_of(owner)} must be one number, the {kind} over the samples; "
@@ -129,12 +139,12 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     return float(number)
 
 
-def name_of(owner: Any) -> str:
+def name_of(owner: object) -> str:
     """Return the name of a user's object for messages: ``described_as``, or its class name."""
     return getattr(owner, "described_as", None) or type(owner).__name__
 
 
-def as_flag(name: str, value: Any) -> bool:
+def as_flag(name: str, value: object) -> bool:
     """Return ``value`` as a bool. Strings and numbers are refused: "False" would count as True.
 
     Raises
@@ -164,6 +174,7 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
         known = " or ".join(kind.__name__ for kind in kinds)
         article = "an" if known[0] in "AEIOU" else "a"
+        # A frequent mistake is to pass SGD for SGD().
         is_class = isinstance(value, type)
         got = f"the class {value.__name__}" if is_class else type(value).__name__
         raise TypeError(f"{name} must be {article} {known}, got {got}")
@@ -204,13 +215,15 @@ _ADAPTERS = {
 """Package -> the kind of its objects, and the adapter or rule to use in their place."""
 
 
-def adapter_hint(value: Any) -> str:
+def adapter_hint(value: object) -> str:
     """Return the end of an error about an object of another library, with the adapter for it.
 
     The library is recognised by the modules of the object's classes, and is not imported.
     """
+    # A user's module is a subclass in the user's package, so that its base classes count, too.
     kinds = [value] if isinstance(value, type) or callable(value) else []
     for kind in [*type(value).__mro__, *kinds]:
+        # With the dot, "flax" does not match a package whose name only begins with it.
         module = f"{getattr(kind, '__module__', '')}."
         for package, hint in _ADAPTERS.items():
             if module.startswith(f"{package}."):
@@ -246,8 +259,10 @@ def take_plain_fields(record: Any) -> None:
         Naming the first field with a value that is not of its type: float, int or bool.
     """
     for field in fields(record):
+        # This package defers annotations, so that a field's type is its text.
         if field.type in _KINDS:
             value = _KINDS[field.type](field.name, getattr(record, field.name))
+            # A frozen dataclass refuses an ordinary assignment, in its own methods, too.
             object.__setattr__(record, field.name, value)
 
 
@@ -267,6 +282,7 @@ def check_name(name: str, kind: str) -> None:
         )
     if not name.isascii():
         try:
+            # Only lone surrogates fail, which come from names that were decoded from bytes.
             name.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
@@ -275,7 +291,7 @@ def check_name(name: str, kind: str) -> None:
             ) from None
 
 
-def check_path(name: str, path: Any) -> None:
+def check_path(name: str, path: object) -> None:
     """Refuse a value that cannot be a path in the file system.
 
     Raises
@@ -291,6 +307,7 @@ def check_path(name: str, path: Any) -> None:
         raise TypeError(f"{name} must be a string or a path, got {path!r}")
     if not str(path).strip():
         raise ValueError(f"{name} must not be blank, got {str(path)!r}")
+    # Python would raise "embedded null byte", which names no argument.
     if "\0" in str(path):
         raise ValueError(f"{name} must not have a NUL character in it, got {str(path)!r}")
     if str(path).startswith("~"):
@@ -307,7 +324,7 @@ def check_path(name: str, path: Any) -> None:
         ) from None
 
 
-def is_size(value: Any, least: int = 1) -> bool:
+def is_size(value: object, least: int = 1) -> bool:
     """Return whether ``value`` is an integer, but no bool, of at least ``least``."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
@@ -327,7 +344,7 @@ def check_divides(name: str, number: int, of: str, whole: int) -> None:
         )
 
 
-def check_sizes(owner: str, **sizes: Any) -> None:
+def check_sizes(owner: str, **sizes: object) -> None:
     """Refuse sizes, given by name, that are not integers of 1 or more.
 
     Raises

@@ -6,17 +6,57 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base.kernels import Kernel
 
-Array = Any
-"""A NumPy or CuPy array. The two share an interface and no base class."""
+Array: TypeAlias = npt.NDArray[Any]
+"""A NumPy or CuPy array. CuPy's has the interface of NumPy's, by which both are checked."""
+
+DType: TypeAlias = np.dtype[Any]
+"""A dtype of NumPy, which CuPy's arrays have too."""
+
+Data: TypeAlias = Any
+"""Inputs or targets as users give them: an array, `Samples` of several arrays, or what else the
+model takes; None for targets that the loss does not need. The model checks them."""
+
+Scalar: TypeAlias = float | Array
+"""A number, or an array of one element on a GPU that the host has not waited for."""
+
+
+class Namespace(ModuleType):
+    """The module ``numpy`` or ``cupy``, as types are checked: its functions return arrays."""
+
+    cuda: Any  # CuPy's alone
+    may_share_memory: Callable[[Array, Array], bool]
+
+    def __getattr__(self, name: str) -> Callable[..., Array]:
+        raise AttributeError(name)  # no object has this class
+
+
+_NUMPY: Any = np  # a checker knows it as a module, and as no Namespace
+
+
+class _DevicePointer(Protocol):
+    ptr: int
+    device_id: int
+
+
+class _DeviceArray(Protocol):
+    """What an array of CuPy adds to the interface of NumPy's, and its dtype."""
+
+    data: _DevicePointer
+    dtype: DType
+
+    def get(self, *, out: Array | None = None) -> Array: ...
+    def set(self, values: Array) -> None: ...
+
 
 SQUARES_BLOCK = 1024
 """Number of elements in a block of `block_squares`."""
@@ -53,21 +93,23 @@ extern "C" __global__ void block_squares(double* sums, const T* x, long long cou
 )
 
 
-class _Namespaces(dict[type, ModuleType]):
-    def __missing__(self, kind: type) -> ModuleType:
+class _Namespaces(dict[type, Namespace]):
+    def __missing__(self, kind: type) -> Namespace:
         if issubclass(kind, (np.ndarray, np.generic)):
             _require_plain_type(kind)
-            return np
-        cupy = sys.modules.get("cupy")
+            return NAMESPACES[np.ndarray]
+        # Not imported: if there is an array of CuPy, CuPy is loaded.
+        cupy: Any = sys.modules.get("cupy")
         if cupy is not None and issubclass(kind, cupy.ndarray):
-            return cupy
+            namespace: Namespace = cupy
+            return namespace
         is_sparse = hasattr(kind, "tocsr")  # as the matrices of SciPy
         mend = "; pass its rows as x.toarray(), or train on it by optimize" if is_sparse else ""
         raise TypeError(f"expected a NumPy or CuPy array, got {kind.__qualname__}{mend}")
 
 
 # Only NumPy's array is an entry. CuPy is looked up each time, as it is imported later or never.
-NAMESPACES: Mapping[type, ModuleType] = _Namespaces({np.ndarray: np})
+NAMESPACES: Mapping[type, Namespace] = _Namespaces({np.ndarray: _NUMPY})
 """The module, ``numpy`` or ``cupy``, whose functions work on arrays of a type.
 
 ``NAMESPACES[type(x)]`` gives the result and errors of ``array_namespace(x)``. Layers use it in each
@@ -75,7 +117,7 @@ pass, because it needs no call of a Python function for NumPy's arrays.
 """
 
 
-def array_namespace(array: Array) -> ModuleType:
+def array_namespace(array: Array) -> Namespace:
     """Return the module, ``numpy`` or ``cupy``, whose functions work on ``array``.
 
     Raises
@@ -86,7 +128,7 @@ def array_namespace(array: Array) -> ModuleType:
     return NAMESPACES[type(array)]
 
 
-def require_plain(array: Any) -> None:
+def require_plain(array: object) -> None:
     """Refuse subclasses of ``numpy.ndarray`` except memory maps; accept any other object.
 
     A subclass may give its elements another meaning: the mask of a masked array stays behind when
@@ -149,30 +191,47 @@ def is_device_array(array: Array) -> bool:
     return array_namespace(array) is not np
 
 
-def lies_on_device(value: Any) -> bool:
+def lies_on_device(value: object) -> bool:
     """Return whether any object is an array in GPU memory."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
-def to_host(array: Array) -> np.ndarray[Any, Any]:
+def _is_of_cupy(array: Array) -> TypeGuard[_DeviceArray]:
+    return not isinstance(array, np.ndarray)
+
+
+def to_host(array: Array) -> Array:
     """Return ``array`` as a NumPy array: itself, or a copy from the GPU."""
-    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
+    return np.asarray(array.get()) if _is_of_cupy(array) else array
 
 
-def to_device(array: np.ndarray[Any, Any]) -> Array:
+def to_device(array: Array) -> Array:
     """Return a copy of ``array`` in GPU memory if CuPy is loaded, otherwise ``array``."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return array
-    copy = cupy.empty(array.shape, array.dtype)
-    copy.set(array)
+    copy: Array = cupy.empty(array.shape, array.dtype)
+    copy_into(copy, array)
     return copy
 
 
 def address(array: Array) -> int:
     """Address of the first element, in host or GPU memory."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+    return int(array.data.ptr if _is_of_cupy(array) else array.ctypes.data)
+
+
+def device_number(array: Array) -> int:
+    """Return the number of the GPU in whose memory ``array`` lies.
+
+    Raises
+    ------
+    TypeError
+        For an array of NumPy.
+    """
+    if not _is_of_cupy(array):
+        raise TypeError("expected an array in GPU memory, got one of NumPy")
+    return int(array.data.device_id)
 
 
 def is_own(array: Array) -> bool:
@@ -181,20 +240,22 @@ def is_own(array: Array) -> bool:
     NumPy itself allocated such an array. Mapped and shared arrays, and those of other libraries,
     may lie anywhere.
     """
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array.base is None and bool(array.flags.owndata)
+    base: object = array.base
+    # A view's bases lead to the array that owns the memory, or to an object of another library.
+    while isinstance(base, np.ndarray):
+        array, base = base, base.base
+    return base is None and bool(array.flags.owndata)
 
 
 def beside(array: Array, other: Array) -> Array:
     """Return ``array``, or a copy, where ``other`` lies: on the host or on the current GPU."""
-    if isinstance(other, np.ndarray):
+    if not _is_of_cupy(other):
         return to_host(array)
-    xp = array_namespace(other)
+    xp = NAMESPACES[type(other)]
     if not is_device_array(array):
         return xp.asarray(array)
     # CuPy copies between devices, but it warns if a computation reads another device's array.
-    return array if array.data.device_id == xp.cuda.runtime.getDevice() else array.copy()
+    return array if device_number(array) == xp.cuda.runtime.getDevice() else array.copy()
 
 
 def copy_into(target: Array, source: Array) -> None:
@@ -212,11 +273,12 @@ def copy_into(target: Array, source: Array) -> None:
     if is_device_array(target) == is_device_array(source):
         # CuPy assigns some shapes by a kernel, which cannot read another device's array.
         target[...] = beside(source, target)
-    elif isinstance(target, np.ndarray):
-        contiguous = source.dtype == target.dtype and target.flags.c_contiguous
-        target[...] = source.get(out=target) if contiguous else source.get()
-    else:
+    elif _is_of_cupy(target):
         target.set(np.asarray(source, target.dtype, order="C"))
+    else:
+        contiguous = source.dtype == target.dtype and target.flags.c_contiguous
+        assert _is_of_cupy(source)
+        target[...] = source.get(out=target) if contiguous else source.get()
 
 
 def read_numbers(numbers: Sequence[Any]) -> list[float]:
@@ -229,10 +291,11 @@ def read_numbers(numbers: Sequence[Any]) -> list[float]:
     numbers : sequence of (float or Array)
         Numbers, and arrays of one element.
     """
+    # Joined on the GPU, because each copy of its own would wait for the GPU again.
     far = [n.reshape(1).astype(np.float64, copy=False) for n in numbers if lies_on_device(n)]
     if not far:
         return [float(number) for number in numbers]
-    read = iter(array_namespace(far[0]).concatenate(far).get().tolist())
+    read = iter(to_host(array_namespace(far[0]).concatenate(far)).tolist())
     return [next(read) if lies_on_device(number) else float(number) for number in numbers]
 
 
@@ -240,6 +303,8 @@ def lie_end_to_end(first: Array, second: Array) -> bool:
     """Return whether two 1-D arrays on a GPU follow each other in one 1-D array, their base."""
     base = first.base
     return (
+        # Only a common base proves that one view may span both. Arrays of two allocations may touch
+        # by chance.
         base is not None
         and base is second.base
         and base.ndim == 1
@@ -250,15 +315,17 @@ def lie_end_to_end(first: Array, second: Array) -> bool:
 
 def stretched(array: Array, length: int) -> Array:
     """Return ``length`` elements of the 1-D base of ``array``, from where ``array`` begins."""
-    start = (address(array) - address(array.base)) // array.dtype.itemsize
-    return array.base[start : start + length]
+    base = array.base
+    assert base is not None, "an array of a longer one"
+    start = (address(array) - address(base)) // array.dtype.itemsize
+    return base[start : start + length]
 
 
 def synchronize(array: Array) -> None:
     """Wait until the array's GPU has finished this thread's work; nothing for a host array."""
     xp = array_namespace(array)
     if xp is not np:
-        with xp.cuda.Device(array.data.device_id):
+        with xp.cuda.Device(device_number(array)):
             xp.cuda.get_current_stream().synchronize()
 
 
@@ -274,8 +341,10 @@ def reuse_freed_memory() -> None:
     """
     if os.name != "posix":
         return
+    # Only glibc has it; macOS and musl do not.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        # If one of them is set, glibc no longer adapts the other, so that both need a value.
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -295,11 +364,11 @@ def chunk_length(array: Array) -> int:
 
 def device_bytes(array: Array) -> int:
     """Size in bytes of the memory of the GPU on which ``array`` lies."""
-    return _device_bytes(array_namespace(array), int(array.data.device_id))
+    return _device_bytes(array_namespace(array), device_number(array))
 
 
 @functools.cache  # The driver is asked once for each GPU.
-def _device_bytes(xp: ModuleType, device: int) -> int:
+def _device_bytes(xp: Namespace, device: int) -> int:
     with xp.cuda.Device(device):
         return int(xp.cuda.runtime.memGetInfo()[1])
 
@@ -322,6 +391,7 @@ def block_squares(array: Array) -> Array:
         Shape (ceil(n / 1024),).
     """
     if is_device_array(array):
+        # float64, because callers add up many blocks.
         sums = array_namespace(array).empty(-(-int(array.size) // SQUARES_BLOCK), np.float64)
         _SQUARES.launch(sums.size, array.dtype, sums, array, int(array.size))
         return sums
@@ -332,6 +402,7 @@ def block_squares(array: Array) -> Array:
         parts.append(array[array.size - rest :].reshape(1, rest))
     # An overflow is a result, and no warning: the norm is infinite.
     with np.errstate(over="ignore", invalid="ignore"):
+        # einsum calls no BLAS here, and sums each row alike, whatever the number of rows.
         return np.concatenate([np.einsum("ij,ij->i", p, p) for p in parts]).astype(np.float64)
 
 

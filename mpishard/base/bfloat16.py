@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.base.arrays import Array, chunk_length
+from mpishard.base.arrays import Array, DType, chunk_length
 from mpishard.base.compilation import compile_loop, numba_module
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -41,6 +41,7 @@ def round_into(out: Array, values: Array) -> None:
     values : Array
         Array of the same shape, float32 or float64.
     """
+    # The loop reads the bits of float32 in a row. NumPy rounds all other arrays.
     is_flat = out.flags.c_contiguous and values.flags.c_contiguous
     loop = _loop() if is_flat and values.dtype == np.float32 else None
     if loop is not None:
@@ -69,7 +70,7 @@ def widened(values: Array) -> Array:
 # into place. In every other dtype these are the operands and places themselves, without a copy.
 
 
-def wide_dtype(array: Array) -> np.dtype[Any]:
+def wide_dtype(array: Array) -> DType:
     """Return the dtype in which a layer computes with ``array``: float32 for bfloat16."""
     return np.dtype(np.float32) if is_bfloat16(array) else np.dtype(array.dtype)
 
@@ -94,9 +95,13 @@ def _round(values: Any, out: Any) -> None:
     """Do `round_into` on bits: add half a spacing, one unit less if the last kept bit is 0."""
     for i in range(values.size):
         bits = values[i]
+        # A NaN gets one quiet pattern, because rounding its bits could give infinity or another
+        # sign.
         if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             out[i] = (bits >> np.uint32(16)) & np.uint32(0x8000) | np.uint32(0x7FC0)
         else:
+            # If the mantissa overflows, the carry raises the exponent, which is the next number or
+            # infinity.
             even = (bits >> np.uint32(16)) & np.uint32(1)
             out[i] = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
 
@@ -106,5 +111,7 @@ def _loop() -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None:
         return None
+    # Read-only, because a layer may not write to parameters. numba takes writable arrays for it,
+    # too.
     values = numba.types.Array(numba.types.uint32, 1, "C", readonly=True)
     return compile_loop(_round, [numba.void(values, numba.types.uint16[::1])])

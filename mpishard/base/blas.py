@@ -32,6 +32,7 @@ class Processor:
         facts: dict[str, str] = {}
         try:
             text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        # Other systems than Linux have no such file. Then no kernel is chosen.
         except OSError:
             text = ""
         for line in text.partition("\n\n")[0].splitlines():
@@ -40,6 +41,7 @@ class Processor:
         family = facts.get("cpu family", "")
         return cls(
             facts.get("vendor_id", ""),
+            # Arm's processors list no family; 0 is no family of AMD.
             int(family) if family.isdecimal() else 0,
             frozenset(facts.get("flags", "").split()),
         )
@@ -86,10 +88,12 @@ def choose_kernel(processor: Processor | None = None) -> None:
 
 def loaded_kernel() -> str | None:
     """Return the kernels of the OpenBLAS that this process has loaded; None if it has none."""
+    # Imported here: every process imports this module, and few ask.
     import threadpoolctl
 
     libraries = threadpoolctl.threadpool_info()
     return next((i["architecture"] for i in libraries if i["internal_api"] == "openblas"), None)
 
 
+# On import, because OpenBLAS reads the variable when NumPy is loaded, and never again.
 choose_kernel()

@@ -25,11 +25,11 @@ def numba_module() -> ModuleType | None:
 
 def compile_loop(
     loop: Callable[..., None],
-    signature: Any,
+    signature: object,
     variant: str = "",
     *,
     sums_in_lanes: bool = False,
-    **names: Any,
+    **names: object,
 ) -> Callable[..., None]:
     """Compile ``loop`` for one signature. The machine code runs without Python's lock.
 
@@ -58,18 +58,23 @@ def compile_loop(
     # folder, they might mix up that of different processors.
     function = FunctionType(loop.__code__, {**loop.__globals__, **names}, name)
     function.__module__, function.__qualname__ = loop.__module__, name
+    # Thread-ranks compute at the same time, without the lock. By NumPy's error model x / 0 is
+    # infinite and raises nothing, so that loops vectorize.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if sums_in_lanes:
+        # No other flag of fastmath: the compiler could then assume that there is no NaN or
+        # infinity.
         options["fastmath"] = {"reassoc"}
     events = importlib.import_module("numba.core.event")
 
+    # An event of numba is the only sign that its cache has no code for the function.
     class Compiles(events.Listener):  # type: ignore[name-defined, misc]
         """Logs why the first step is slow, if numba finds no code in its cache."""
 
-        def on_start(self, event: Any) -> None:
+        def on_start(self, event: object) -> None:
             _say_that_it_compiles()
 
-        def on_end(self, event: Any) -> None:
+        def on_end(self, event: object) -> None:
             pass
 
     run: Callable[..., None]
@@ -90,6 +95,7 @@ def _say_that_it_compiles() -> None:
 
 @functools.cache
 def _numba() -> ModuleType | None:
+    # A missing package is no news, but a package that cannot be imported is logged below.
     if importlib.util.find_spec("numba") is None:
         return None
     try:

@@ -11,17 +11,26 @@ import re
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from mpishard.base.arrays import Array, beside, is_device_array, to_host
+from mpishard.base.arrays import (
+    NAMESPACES,
+    Array,
+    DType,
+    Namespace,
+    beside,
+    copy_into,
+    device_number,
+    is_device_array,
+    to_host,
+)
 from mpishard.base.errors import DeviceUnavailableError
 
 _INSTALL = "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
 
 
-def load_cupy() -> ModuleType:
+def load_cupy() -> Namespace:
     """Import and return ``cupy``.
 
     Raises
@@ -88,6 +97,7 @@ class Device:
         """
         if isinstance(text, Device):
             return text
+        # CuPy is loaded only after the name is known to be one of a GPU.
         match = re.fullmatch(r"cpu|cuda(?::(\d+))?", str(text))
         if match is None:
             raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<number>', got {text!r}")
@@ -109,7 +119,7 @@ class Device:
     @classmethod
     def of(cls, array: Array) -> Device:
         """Return the device of ``array``."""
-        return cls("cuda", int(array.data.device_id)) if is_device_array(array) else HOST
+        return cls("cuda", device_number(array)) if is_device_array(array) else HOST
 
     @property
     def is_gpu(self) -> bool:
@@ -117,14 +127,15 @@ class Device:
         return self.kind == "cuda"
 
     @property
-    def namespace(self) -> ModuleType:
+    def namespace(self) -> Namespace:
         """The module whose functions work on arrays on the device: ``numpy`` or ``cupy``."""
-        return load_cupy() if self.is_gpu else np
+        return load_cupy() if self.is_gpu else NAMESPACES[np.ndarray]
 
     def for_rank(self, local_rank: int) -> Device:
         """Return the device with the GPU number for ``local_rank``, unless it has a number."""
         if not self.is_gpu or self.index is not None:
             return self
+        # Modulo, because a node may have more ranks than GPUs.
         return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
@@ -139,6 +150,7 @@ class Device:
             return
         cupy = load_cupy()
         if self.index is not None:
+            # Not in a `with` block: the device stays the thread's own for all later steps.
             cupy.cuda.Device(self.index).use()
         _try_out(cupy, cupy.cuda.runtime.getDevice())
 
@@ -146,14 +158,16 @@ class Device:
         """Return ``array``, or a copy of it, on the device."""
         if not self.is_gpu:
             return to_host(array)
+        # CuPy allocates on the thread's current device.
         self.use()
         if is_device_array(array):
+            # The array itself if it is on this GPU already, otherwise a copy.
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
-        copy.set(np.asarray(array, order="C"))  # CuPy copies only from contiguous memory
+        copy_into(copy, array)
         return copy
 
-    def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:
+    def pinned(self, length: int, dtype: DType) -> Array:
         """Allocate host memory, shape (length,), that the GPU reads and writes at full speed."""
         if not self.is_gpu:
             return np.empty(length, dtype)
@@ -188,6 +202,7 @@ def _try_out(cupy: ModuleType, number: int) -> None:
     """Compile and run a kernel and a product: a driver suffices to import CuPy, not for these."""
     try:
         with cupy.cuda.Device(number):
+            # The first line needs CUDA's compiler, and the product cuBLAS: either may be missing.
             twos = 2 * cupy.ones((2, 2))
             (twos @ twos).get()
     except Exception as error:  # of the compiler, the loader of libraries, or CUDA itself

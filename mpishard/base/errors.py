@@ -145,6 +145,7 @@ class NonFiniteLossError(MpishardError, ArithmeticError):
         fields, the same on every rank. None if no evaluation was finite, and elsewhere.
     """
 
+    # An attribute of the class, because only `minimize` sets it.
     result: Any = None
 
 
@@ -197,6 +198,7 @@ class Preempted(SystemExit):
     def __str__(self) -> str:
         return self.message
 
+    # As above: pickle would pass the exit code as the message.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.step, self.code)
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+# A fused multiply-add rounds once, and the host rounds twice.
 _OPTIONS = ("--fmad=false",)
 _TYPES = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
@@ -73,6 +74,7 @@ OPERATION T sign(T a) {
 """
 
 
+# Frozen, and so hashable: a kernel is a key of the cache of compiled ones.
 @dataclass(frozen=True)
 class Kernel:
     """A kernel of CUDA C++.
@@ -108,10 +110,12 @@ class Kernel:
             In the order of the signature: C-contiguous arrays on the current device, for a null
             pointer None, for ``long long`` an int, for ``T`` a float.
         """
+        # CUDA refuses a launch of no blocks.
         if blocks == 0:
             return
         dtype = np.dtype(dtype)
         # By value: releases of CuPy read None as an address of a pointer, or as a pointer.
+        # The exact types int and float: a scalar of NumPy has the size that its caller chose.
         given = [
             np.uint64(0)
             if value is None
@@ -125,7 +129,7 @@ class Kernel:
         cupy = sys.modules["cupy"]  # whoever has an array of a GPU has loaded it
         _compiled(cupy, self, dtype)((blocks,), (self.threads,), tuple(given))
 
-    def launch_for(self, count: int, dtype: Any, *arguments: Any) -> None:
+    def launch_for(self, count: int, dtype: object, *arguments: object) -> None:
         """Begin the kernel with at least ``count`` threads: see `launch`."""
         self.launch(-(-count // self.threads), dtype, *arguments)
 

@@ -49,6 +49,7 @@ class ShardLayout:
         """Return the index of the first element that ``rank`` owns."""
         self._check_rank(rank)
         base, rest = divmod(self.length, self.world_size)
+        # The longer shares come first, so that a start needs no sum over ranks.
         return rank * base + min(rank, rest)
 
     def size(self, rank: int) -> int:
@@ -79,6 +80,8 @@ class ShardLayout:
         if not 0 <= as_integer("index", index) < self.length:
             raise IndexError(f"index {index} is outside [0, {self.length})")
         base, rest = divmod(self.length, self.world_size)
+        # The first elements lie in the longer shares. If base is 0, these have all elements, and
+        # nothing is divided by 0.
         wide = rest * (base + 1)
         return index // (base + 1) if index < wide else rest + (index - wide) // base
 
@@ -143,11 +146,13 @@ class LeafLayout:
     def computing(self) -> int:
         """Number of ranks that have leaves with samples: the first ones."""
         world = self.world_size
+        # A power of two of ranks divides the leaves, whose adjacent ones then are whole subtrees.
         return world if self.leaves % world == 0 else 1 << (world.bit_length() - 1)
 
     def slices(self, rank: int) -> list[slice]:
         """Return the samples of each leaf of ``rank``, as slices of the global batch, in order."""
         if rank >= self.computing:
+            # Empty ones, because all ranks take part in the sum of every round of leaves.
             return [slice(self.samples, self.samples)] * (self.leaves // self.computing)
         cut = ShardLayout(self.samples, self.leaves)
         return [cut.slice(leaf) for leaf in range(rank, self.leaves, self.computing)]

@@ -7,6 +7,7 @@ import logging
 from mpishard.base import settings
 
 _logger = logging.getLogger("mpishard")
+# Without any handler, logging itself would print warnings to stderr.
 _silence = logging.NullHandler()
 
 
@@ -27,16 +28,19 @@ def set_up_logging(rank: int, *, is_process: bool) -> None:
     level = settings.log_level()
     if level is not None:
         _logger.setLevel(level.upper())
+    # A user who has set up logging has chosen the level, too.
     elif _logger.level == logging.NOTSET and not _logger.hasHandlers():
         _logger.setLevel(logging.INFO)
     if _silence in _logger.handlers and rank == 0:  # was another rank before ranks were lost
         _logger.removeHandler(_silence)
         _logger.propagate = True
     if level == "debug" and is_process:
+        # With `delay` a rank that logs nothing leaves no empty file.
         handler: logging.Handler = logging.FileHandler(f"mpishard-rank{rank}.log", delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         _logger.addHandler(handler)
     elif is_process and rank != 0:
+        # Handlers of the root logger would write each line once for every rank.
         _logger.addHandler(_silence)
         _logger.propagate = False
     elif not _logger.hasHandlers():

@@ -29,6 +29,7 @@ _CPU, _IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 _DTYPES = {BFLOAT16: 2, np.dtype(np.float32): 3}  # dnnl_bf16, dnnl_f32
 _SOURCE, _WEIGHTS, _BIAS, _TARGET = 1, 33, 41, 17  # DNNL_ARG_...
 _MOST_PRIMITIVES = 512
+# Other processors emulate bfloat16, which is slower than a product in float32.
 _UNITS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -63,6 +64,8 @@ def library() -> Library | None:
     for path in _places():
         try:
             return Library(path)
+        # A library that is found may be of another version. Only one that the user names is an
+        # error.
         except ValueError:
             continue
     return None
@@ -90,6 +93,7 @@ def _places() -> Iterator[str]:
     for file in files:
         if file.name == "libdnnl.so.3":
             yield str(Path(str(file.locate())).resolve())
+    # conda puts the libraries of an environment here.
     yield str(Path(sys.prefix) / "lib" / "libdnnl.so.3")
     found = ctypes.util.find_library("dnnl")
     if found is not None:
@@ -160,6 +164,7 @@ class Library:
             self.check(self.c.dnnl_stream_create(ctypes.byref(stream), engine, _IN_ORDER))
             self._threads.engine, self._threads.stream = engine, stream
             primitives = self._threads.primitives = {}
+        # A list first, because it is made faster than a generator, and each product needs a key.
         key = tuple([(x.shape, x.strides, x.dtype.char) for x in arrays])
         product = primitives.get(key)
         if product is None:
@@ -190,6 +195,8 @@ class _Product:
         library.check(c.dnnl_primitive_create(ctypes.byref(self._primitive), found))
         c.dnnl_primitive_desc_destroy(found)
         self._memories = [ctypes.c_void_p() for _ in arrays]
+        # Without a buffer: `run` sets the addresses of its arrays. A primitive copies its
+        # description.
         for shape, memory in zip(shapes, self._memories, strict=True):
             library.check(
                 c.dnnl_memory_create(ctypes.byref(memory), shape, engine, ctypes.c_void_p(0))
@@ -204,6 +211,7 @@ class _Product:
     def _description(library: Library, array: Array, dims: int) -> ctypes.c_void_p:
         missing = dims - array.ndim  # a bias has one dim
         shape = (1,) * missing + array.shape
+        # A bias gets leading dims of size 1, with the stride of a contiguous array.
         sizes = [array.shape[0] if missing else 0] * missing
         # oneDNN counts strides in elements.
         strides = [*sizes, *(stride // array.itemsize for stride in array.strides)]
@@ -228,6 +236,7 @@ class _Product:
         )
 
     def __del__(self) -> None:
+        # The attributes are missing if the constructor raised before it set them.
         for memory in getattr(self, "_memories", ()):
             self._c.dnnl_memory_destroy(memory)
         if getattr(self, "_primitive", None):

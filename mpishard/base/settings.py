@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+# Fixed, because headers of messages have room for this number of sizes.
 MAXIMUM_DIMS = 8
 """Largest number of dims of an array that is sent."""
 
@@ -46,6 +47,7 @@ EXIT_PREEMPTED = 75
 It is EX_TEMPFAIL of sysexits.h. `mpishard run` ends with it, too, and does not restart the job.
 """
 
+# Each holds a number of processes. PMIx has no such variable, and sets only the rank.
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -84,6 +86,7 @@ def launched_rank(variables: Mapping[str, str] = os.environ) -> int | None:
 
 def pmi_descriptor() -> int | None:
     """PMI_FD: the descriptor of this process's connection to Hydra, MPICH's launcher."""
+    # srun's PMI-2 plugin sets PMI_FD, too, for a connection of its own.
     return None if is_slurm_step() else _number("PMI_FD")
 
 
@@ -103,6 +106,7 @@ def outside_launcher() -> dict[str, str]:
     """
     if launcher_variable() is None:
         return dict(os.environ)
+    # A launcher that inherits these would take itself for a rank of the outer job.
     return {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
 
 
@@ -118,6 +122,7 @@ def launch_identity() -> tuple[str, ...]:
         "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK",
         "OMPI_COMM_WORLD_RANK", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
     )  # fmt: skip
+    # The identity is written as fields between blanks.
     return tuple(os.environ.get(name, "").replace(" ", "_") for name in names)
 
 
@@ -224,6 +229,7 @@ def check() -> None:
     ValueError
         Naming the variable, its allowed values, and its value.
     """
+    # Each function raises for a wrong value; the results are not needed yet.
     shares_memory()
     log_level()
     virtual_nodes()
@@ -277,6 +283,7 @@ def _seconds(name: str, default: float) -> float:
     try:
         value = float(text)
     except ValueError:
+        # Refused below, with the same message as a negative number.
         value = -1.0
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a number of seconds, 0 or more; got {text!r}")
@@ -359,6 +366,7 @@ def trace_folder() -> Path | None:
     if not text:
         return None
     folder = Path(text).absolute()
+    # A folder that does not exist yet is made by the trace's writer.
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"MPISHARD_TRACE must be a folder, and {text} is a file")
     return folder

@@ -29,7 +29,9 @@ from mpishard.contracts.models import (
     IModelShape,
     IShardedModel,
     ModelMetadata,
+    Saved,
     ShardedModel,
+    UserModel,
 )
 from mpishard.contracts.optimizers import IGradientBasedOptimizer, IOptimizer, IShardedOptimizer
 from mpishard.contracts.parameters import (

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
-from mpishard.base import Array, MissingMemberError
+from mpishard.base import Array, DType, MissingMemberError
+from mpishard.contracts.models import Saved
 
 
 class LayerCategory(StrEnum):
@@ -145,7 +144,7 @@ class ILayeredModel(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The one dtype of parameters and activations."""
 
     def check_input(self, x: Array) -> None:
@@ -189,7 +188,7 @@ class IPipelineDecomposableModel(ABC):
     """
 
     @abstractmethod
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Saved]:
         """Compute B: the mean loss's gradient with respect to ``x``, and the values that W needs.
 
         Returns
@@ -201,7 +200,7 @@ class IPipelineDecomposableModel(ABC):
         """
 
     @abstractmethod
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
+    def compute_weight_gradients(self, x: Array, target: Array, cached: Saved) -> Array:
         """Compute W: the mean loss's gradient, shape (parameter_count,), from the values of B.
 
         ``x`` and ``target`` are those of B.

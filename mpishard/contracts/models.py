@@ -8,10 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from mpishard.base import Array, MissingInterfaceError, MissingMemberError
+from mpishard.base import Array, MissingInterfaceError, MissingMemberError, Scalar
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
+
+UserModel: TypeAlias = Any
+"""A user's model. Its members are looked for by name, and it need not derive from a class here."""
+
+Saved: TypeAlias = Any
+"""What a forward pass keeps for its backward pass. Only the layer or loss that made it reads it."""
 
 
 class IFeatureAware(ABC):
@@ -47,7 +53,7 @@ class ILossFunction(ABC):
     @abstractmethod
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return the sum of the losses, the sum of their weights, and the values for `backward`.
 
         The values may be None if ``training`` is False. On a GPU the sums may be arrays of one
@@ -58,7 +64,7 @@ class ILossFunction(ABC):
         """Refuse targets that `forward` could not take. Called before any communication."""
 
     @abstractmethod
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return the gradient of the *sum* with respect to the prediction."""
 
     def derivative(self, prediction: Array, target: Array) -> Array:
@@ -295,7 +301,7 @@ class IShardedModel(IFullModel):
 
     @property
     @abstractmethod
-    def wrapped_model(self) -> Any:
+    def wrapped_model(self) -> UserModel:
         """The user's model."""
 
     @property

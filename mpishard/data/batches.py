@@ -6,18 +6,18 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from mpishard.base import Array, as_count, as_flag, as_index, require_type
-from mpishard.data.dataset import Samples, TokenWindows, is_sparse, namespace_of, take
+from mpishard.base import Data, as_count, as_flag, as_index, require_type
+from mpishard.data.dataset import Dataset, Samples, TokenWindows, is_sparse, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
 _NAMED_RUNS = 4  # runs of samples that a message lists
 
 
-class Batch(NamedTuple):
+class RankBatch(NamedTuple):
     """A rank's samples of a global batch.
 
     Attributes
@@ -30,8 +30,8 @@ class Batch(NamedTuple):
         Their indices in the data set, shape (n,).
     """
 
-    x: Array
-    y: Array
+    x: Data
+    y: Data
     sample_start: int
     indices: Indices
 
@@ -71,8 +71,8 @@ class Batches:
 
     def __init__(
         self,
-        x: Any,
-        y: Any,
+        x: Dataset,
+        y: Dataset | None,
         sampler: GlobalBatchSampler | LocalBatchSampler,
         rank: int,
         world_size: int,
@@ -86,12 +86,14 @@ class Batches:
         as_index("rank", rank, as_count("world_size", world_size))
         self._datasets = {f"x_{part}": x, f"y_{part}": y}
         self._sampler = sampler
-        self._place = rank, world_size
+        self._rank_and_size = rank, world_size
         self._steps = steps
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: Future[list[Batch]] | None = None
+        self._ahead: Future[list[RankBatch]] | None = None
         # Indexing arrays in memory is faster than passing samples between threads.
         if as_flag("ahead", ahead) and not all(_is_in_memory(dataset) for dataset in (x, y)):
+            # One thread, because a second one would read the window after next too early, into more
+            # memory.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
 
     def __enter__(self) -> Self:
@@ -100,16 +102,19 @@ class Batches:
     def __exit__(self, *_: object) -> None:
         """End the thread, after the read that is under way: a file may be closed then."""
         if self._thread is not None:
+            # The read under way is waited for, and one that has not begun is dropped.
             self._thread.shutdown(cancel_futures=True)
             self._ahead = None
 
-    def settle(self) -> None:
+    def await_read(self) -> None:
         """Wait until the thread reads nothing: some files let one thread at a time read."""
         if self._ahead is not None:
+            # It waits as `result` does, and leaves an error to the step that needs the batch.
             self._ahead.exception()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         if self._thread is None:
+            # In memory: each batch is indexed when its step comes.
             for step in self._steps:
                 yield from self._read(range(step, step + 1))
             return
@@ -117,7 +122,10 @@ class Batches:
         reads = (thread.submit(self._read, window) for window in self._windows())  # begun by next()
         self._ahead = next(reads, None)
         while self._ahead is not None:
+            # It raises what the thread has raised, in the step that needs the window.
             batches = self._ahead.result()
+            # Begun before the first batch is yielded, so that it overlaps with all steps of this
+            # window.
             self._ahead = next(reads, None)
             # A batch is dropped from the list, so that the caller's reference is the only one.
             while batches:
@@ -134,33 +142,39 @@ class Batches:
             yield range(step, stop)
             step = stop
 
-    def _read(self, steps: range) -> list[Batch]:
+    def _read(self, steps: range) -> list[RankBatch]:
         per_epoch = self._sampler.batches_per_epoch
-        parts = [self._sampler.local(*divmod(step, per_epoch), *self._place) for step in steps]
+        parts = [
+            self._sampler.local(*divmod(step, per_epoch), *self._rank_and_size) for step in steps
+        ]
+        # One read for all steps of a window, in which neighbours in the file are one run.
         wanted = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
-        found: list[list[Any]] = []
+        found: list[list[Data]] = []
         for name, dataset in self._datasets.items():
             try:
                 samples = take(dataset, wanted) if dataset is not None else None
+            # The type stays as it is, because callers may catch what the user's own data set
+            # raises.
             except Exception as error:
                 last = f" to {steps.stop}" if len(steps) > 1 else ""
                 error.add_note(
-                    f"while reading {described(wanted)} of {name} ({place_of(dataset)}) for step "
+                    f"while reading {described(wanted)} of {name} ({origin_of(dataset)}) for step "
                     f"{steps.start + 1}{last}"
                 )
                 raise
             if samples is None or len(parts) == 1:
                 found.append([samples] * len(parts))
                 continue
+            # Views of what was read: the samples are not copied again.
             ends = np.cumsum([0, *(len(part) for part, _ in parts)]).tolist()
             found.append([samples[start:stop] for start, stop in itertools.pairwise(ends)])
         return [
-            Batch(x, y, start, indices)
+            RankBatch(x, y, start, indices)
             for x, y, (indices, start) in zip(*found, parts, strict=True)
         ]
 
 
-def _is_in_memory(dataset: Any) -> bool:
+def _is_in_memory(dataset: Dataset | None) -> bool:
     if dataset is None or isinstance(dataset, TokenWindows):
         return True
     # An array whose pages are read from the disk when they are accessed.
@@ -171,10 +185,11 @@ def _is_in_memory(dataset: Any) -> bool:
     return namespace_of(dataset) is not None or is_sparse(dataset)
 
 
-def place_of(dataset: Any) -> str:
+def origin_of(dataset: object) -> str:
     """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything
+        # h5py and Zarr data sets know their path within the file or store.
         name = getattr(dataset, "name", None)
         file = getattr(dataset, "file", dataset)  # h5py and netCDF4: the data set's file
         place = getattr(file, "filename", None) or getattr(dataset, "store_path", None)
@@ -187,6 +202,7 @@ def described(indices: Indices) -> str:
     rising = np.unique(indices)
     if not rising.size:
         return "no samples"
+    # Runs, because a list of all indices of a window would fill pages.
     runs = np.split(rising, np.flatnonzero(np.diff(rising) > 1) + 1)
     listed = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_NAMED_RUNS]]
     return f"samples {', '.join(listed + ['...'] * (len(runs) > _NAMED_RUNS))} ({len(indices)})"

@@ -58,6 +58,7 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        # To Python True is an int.
         if isinstance(data, bool) or not isinstance(data, int | np.integer | Sized):
             raise TypeError(
                 f"data must be a number of samples or have a length, got {type(data).__name__}"
@@ -99,6 +100,7 @@ class DistributedSampler:
         share = len(self)
         # Cut, or repeated from the beginning, because all replicas need the same number of indices.
         order = np.resize(self._order(), share * self.num_replicas)
+        # Python's numbers, because data loaders index lists by them, too.
         yield from order[self.rank * share : (self.rank + 1) * share].tolist()
 
     def __repr__(self) -> str:
@@ -111,6 +113,7 @@ class DistributedSampler:
     def _set_replicas(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
         as_index("rank", rank, as_count("num_replicas", num_replicas))
+        # If nothing is left the epoch is over, which is no mistake.
         if self.drop_last and 0 < left < num_replicas:
             raise ValueError(
                 f"drop_last=True leaves nothing: {left} samples are fewer than "
@@ -123,6 +126,7 @@ class DistributedSampler:
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def _order(self) -> Indices:
+        # Another name than that of global batches, so that one seed gives two orders.
         name = f"{int(self.seed)}/distributed sampler/{self.epoch}"
         return order_of(self.length, name, shuffle=self.shuffle)
 
@@ -171,6 +175,7 @@ class ElasticDistributedSampler(DistributedSampler):
     ) -> None:
         self._start = self._taken = 0
         super().__init__(data, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        # After the constructor of the base class, which checks the length.
         if not 0 <= as_integer("start", start) <= self.length:
             raise ValueError(f"start must be from 0 to {self.length}, got {start}")
         self._set_replicas(num_replicas, rank, self.length - start)
@@ -204,7 +209,9 @@ class ElasticDistributedSampler(DistributedSampler):
             unchanged then.
         """
         seen = self.seen
+        # First, because it may refuse, and nothing must have changed then.
         self._set_replicas(num_replicas, rank, self.length - seen)
+        # Iterators that are under way see the change, and end.
         self._start, self._taken = seen, 0
 
     def __len__(self) -> int:
@@ -213,6 +220,7 @@ class ElasticDistributedSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         # A second iterator before the end of the epoch continues where the first one stopped.
+        # Two orders mixed in one epoch would show samples twice, so that an earlier iterator ends.
         begun_as = self._epoch, self._start, self.num_replicas, self.rank
         share = self._share(self.length - self._start)
         order = self._order()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import LeafLayout, ShardLayout, as_count, as_index, as_integer, take_plain_fields
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+Indices = npt.NDArray[np.int64]
 
 
 def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
@@ -24,6 +24,7 @@ def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
     order: Indices = np.arange(length, dtype=np.int64)
     if shuffle:
         _generator(name).shuffle(order)
+    # All batches of an epoch are views of one order, which no caller may change.
     order.flags.writeable = False
     return order
 
@@ -34,6 +35,7 @@ WINDOW_BLOCKS = 16
 
 def window_of(batch_size: int, block_size: int) -> int:
     """Return the number of consecutive batches that hold `WINDOW_BLOCKS` blocks or more."""
+    # Rounded up, so that no window has fewer blocks.
     return -(-WINDOW_BLOCKS * block_size // batch_size)
 
 
@@ -48,25 +50,29 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     runs, for any number of ranks.
     """
     blocks = order_of(-(-length // block_size), name, shuffle=True)
+    # A matrix of blocks; the numbers behind the end of the last block are cut below.
     laid = (blocks[:, None] * block_size + np.arange(min(block_size, length))).reshape(-1)
     # The last block may be shorter than the others.
     laid = laid[laid < length]
+    # A stream of its own, so that the order of blocks does not depend on the batch size.
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)
+    # The last window may be shorter; it is mixed below by the same rule.
     whole = length - length % (batch_size * window)
     # Each batch of a window takes one sample from every group, so that all batches mix all blocks.
     groups = laid[:whole].reshape(-1, batch_size, window)
-    dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
+    mixed = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
     if whole < length:
         # Only the first `last` groups of a last window have a sample for its last batch.
         full, last = divmod(length - whole - 1, batch_size)
         last += 1
+        # The first `last` groups have one sample more than the others.
         cut = whole + last * (full + 1)
         longer = generator.permuted(laid[whole:cut].reshape(last, full + 1), axis=1)
         shorter = generator.permuted(laid[cut:].reshape(batch_size - last, full), axis=1)
-        dealt.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
-        dealt.append(longer[:, full])
-    order: Indices = np.concatenate(dealt)
+        mixed.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
+        mixed.append(longer[:, full])
+    order: Indices = np.concatenate(mixed)
     order.flags.writeable = False
     return order
 
@@ -80,6 +86,7 @@ def _generator(name: str) -> np.random.Generator:
 def _order(
     sampler: GlobalBatchSampler | LocalBatchSampler, length: int, name: str, batch_size: int
 ) -> Indices:
+    # A list, because the samplers are frozen: its content may change.
     for known, order in sampler._last:
         if known == name:
             return order
@@ -98,7 +105,7 @@ def _check_block(block_size: int | None) -> None:
         as_count("shuffle_block_size", block_size)
 
 
-def _check_place(epoch: int, index: int, batches: int) -> None:
+def _check_index(epoch: int, index: int, batches: int) -> None:
     as_count("epoch", epoch, least=0)
     if not 0 <= as_integer("index", index) < batches:
         raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
@@ -175,6 +182,7 @@ class GlobalBatchSampler:
         if self.leaves is not None:
             as_count("leaves", self.leaves)
         _check_block(self.shuffle_block_size)
+        # Otherwise an epoch would have no batch, and a run no end.
         if self.drop_last and self.length < self.batch_size:
             raise ValueError(
                 f"drop_last=True leaves no batch: {self.length} samples are fewer than "
@@ -216,7 +224,7 @@ class GlobalBatchSampler:
         IndexError
             If ``index`` is outside the epoch.
         """
-        _check_place(epoch, index, self.batches_per_epoch)
+        _check_index(epoch, index, self.batches_per_epoch)
         start = index * self.batch_size
         name = f"{int(self.seed)}/sample order/{int(epoch)}"
         order = _order(self, self.length, name, self.batch_size)
@@ -246,8 +254,10 @@ class GlobalBatchSampler:
         """
         as_index("rank", rank, as_count("world_size", world_size))
         batch = self.batch(epoch, index)
+        # Leaves are divided, and not samples, so that every world has the same leaves.
         leaves = self.leaves or world_size
         parts = LeafLayout(len(batch), leaves, world_size).slices(rank)
+        # A view of the order, without a copy.
         if len(parts) == 1:
             return batch[parts[0]], parts[0].start
         return np.concatenate([batch[part] for part in parts]), parts[0].start
@@ -319,6 +329,7 @@ class LocalBatchSampler:
         _check_block(self.shuffle_block_size)
         if not lengths or min(lengths) < 0 or max(lengths) == 0:
             raise ValueError(f"some rank needs a sample; the numbers of samples are {lengths}")
+        # A rank whose share is 0 would never bring its samples, and the epoch would not end.
         if self.batch_size < len(lengths):
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than the number of ranks, "
@@ -334,8 +345,10 @@ class LocalBatchSampler:
     @property
     def batches_per_epoch(self) -> int:
         """Number of global batches in an epoch."""
+        # Until the last rank has used up its samples; with drop_last, until the first one has.
         pairs = list(zip(self.lengths, self._shares, strict=True))
         if self.drop_last:
+            # The epoch ends with the rank whose full shares are used up first.
             return min(length // share for length, share in pairs)
         return max(-(-length // share) for length, share in pairs)
 
@@ -343,6 +356,7 @@ class LocalBatchSampler:
     def window(self) -> int:
         """Number of batches that are mixed, as of `GlobalBatchSampler`: the ranks' largest."""
         block = self.shuffle_block_size if self.shuffle else None
+        # The smallest share needs the most batches for its blocks.
         return 1 if block is None else window_of(min(self._shares), block)
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
@@ -373,13 +387,15 @@ class LocalBatchSampler:
         if world_size != len(self.lengths):
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
         as_index("rank", rank, world_size)
-        _check_place(epoch, index, self.batches_per_epoch)
+        _check_index(epoch, index, self.batches_per_epoch)
+        # Fixed for the whole run, so that a rank's batch follows from its index alone.
         share = self._shares[rank]
         # The samples follow those of the ranks before, some of which may have none left.
         brought_before = [
             min(max(length - index * other, 0), other)
             for length, other in zip(self.lengths[:rank], self._shares, strict=False)
         ]
+        # The rank is part of the name: ranks with equal data need different orders.
         name = f"{int(self.seed)}/sample order of rank {rank}/{int(epoch)}"
         order = _order(self, self.lengths[rank], name, share)
         return order[index * share : (index + 1) * share], sum(brought_before)

@@ -9,12 +9,13 @@ from typing import Any
 
 from mpishard.base import Array, read_numbers
 
+# A context variable, because thread-ranks check their own batches at the same time.
 _waiting: ContextVar[list[tuple[Array, Callable[[], Any]]] | None] = ContextVar(
     "_waiting", default=None
 )
 
 
-def refuse_if_any(wrong: Array, refuse: Callable[[], Any]) -> None:
+def refuse_if_any(wrong: Array, refuse: Callable[[], object]) -> None:
     """Call ``refuse``, which raises, unless ``wrong`` is 0.
 
     The host waits for the GPU here, or at the end of a block of `read_together`.
@@ -41,6 +42,7 @@ def read_together() -> Iterator[None]:
     try:
         yield
     finally:
+        # Before the reads, so that a check within `refuse` raises at once.
         _waiting.reset(token)
     numbers = read_numbers([wrong for wrong, _ in checks])
     for number, (_, refuse) in zip(numbers, checks, strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    Scalar,
     array_namespace,
     as_amount,
     as_integer,
@@ -28,7 +29,7 @@ from mpishard.base import (
     lies_on_device,
     to_host,
 )
-from mpishard.contracts import ILossFunction
+from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any
@@ -96,7 +97,7 @@ class _RealLoss(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         """Return the sum for a prediction and a target of one shape (N, ...), and the weight.
 
         Without weights of samples or classes it is N. Save the gradient itself. The errors raised
@@ -110,10 +111,12 @@ class _RealLoss(Loss):
         totals, weight_sums = [], []
         for rows in chunks(prediction):
             slope = None if gradient is None else gradient[rows]
+            # By chunks, because targets of another dtype would otherwise be copied as a whole.
             targets = target[rows].astype(prediction.dtype, copy=False)
             losses = self._losses(prediction[rows], targets, slope)
             factors = self._weights(targets, None if weights is None else weights[rows])
             if factors is None:
+                # A count instead of a sum of ones, which the host need not wait for.
                 weight_sums.append(float(losses.size))
             else:
                 factors = xp.broadcast_to(factors, losses.shape)
@@ -121,6 +124,7 @@ class _RealLoss(Loss):
                 # An error of weight 0 may be infinite or NaN: multiplied it would still count.
                 losses = xp.where(factors > 0, losses, 0) * factors
                 if slope is not None:
+                    # Set and not multiplied, because NaN times 0 is NaN.
                     slope[factors == 0] = 0
                     slope *= factors
             totals.append(losses.sum(dtype="float64"))  # so that small terms of large sums count
@@ -148,6 +152,7 @@ class _RealLoss(Loss):
         owner = type(self).__name__
         target = checked_targets(owner, target)
         if not prediction_shape or prediction_shape != target.shape:
+            # NumPy would broadcast (N,) and (N, 1) to (N, N) without an error, a frequent mistake.
             is_column = prediction_shape == (*target.shape, 1)
             raise ValueError(
                 f"{owner} needs prediction and target of one shape (N, ...), got "
@@ -157,9 +162,10 @@ class _RealLoss(Loss):
         if target.dtype.kind not in "fiub":
             raise TypeError(f"{owner} takes real targets, got an array of {target.dtype}")
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return the slope at each element, divided by the number of output elements per sample."""
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class MSE(_RealLoss):
@@ -173,6 +179,7 @@ class MSE(_RealLoss):
 
     def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
         xp = NAMESPACES[type(z)]
+        # The difference is half of the slope, so that one subtraction serves both.
         return xp.square(xp.subtract(z, t, out=slope))
 
 
@@ -273,7 +280,7 @@ class CrossEntropy(Loss):
         self.z_loss = as_amount("z_loss", z_loss)
         self.class_weight = as_class_weight(class_weight)
 
-    def rows_of(self, target: Any) -> tuple[Array, Array, Array]:
+    def rows_of(self, target: object) -> tuple[Array, Array, Array]:
         """Return the targets, True for those that count, and their weights, each of shape (N,).
 
         A target counts if it is not ignored and weighs more than 0. Without weights of samples and
@@ -285,8 +292,10 @@ class CrossEntropy(Loss):
         if weights is None and self.class_weight is None:
             return target_N, counted_N, counted_N
         xp = array_namespace(target)
+        # float64, because thousands of weights of float32 are added up.
         weight_N = counted_N.astype("float64")
         if self.class_weight is not None:
+            # An ignored target may be no index of a class: it takes the weight of class 0, times 0.
             weight_N *= xp.asarray(self.class_weight)[xp.where(counted_N, target_N, 0)]
         if weights is not None:
             weight_N *= xp.broadcast_to(weights, target.shape).reshape(-1)
@@ -294,7 +303,7 @@ class CrossEntropy(Loss):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight for logits of shape (..., V) and integer targets of shape (...).
 
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
@@ -309,7 +318,9 @@ class CrossEntropy(Loss):
         total = 0.0
         for rows in chunks(logits_NV):
             logits, counted, weight = logits_NV[rows], counted_N[rows], weight_N[rows]
+            # Ignored targets read class 0, and count 0.
             index = (np.arange(logits.shape[0]), np.where(counted, target_N[rows], 0))
+            # Subtracted, so that no exponential overflows.
             largest = logits.max(axis=-1, keepdims=True)
             exponentials = np.subtract(
                 logits, largest, out=None if gradient is None else gradient[rows]
@@ -340,6 +351,7 @@ class CrossEntropy(Loss):
                     exponentials -= (evenly * weight).astype(exponentials.dtype)[:, None]
                     exponentials[index] -= (1.0 - self.label_smoothing) * weight
                 else:
+                    # Each row has one index, so that -= meets no element twice.
                     exponentials[index] -= weight
         saved = None if gradient is None else gradient.reshape(prediction.shape)
         return total, float(weight_N.sum()), saved
@@ -348,6 +360,8 @@ class CrossEntropy(Loss):
         self, prediction: Array, target: Array, training: bool
     ) -> tuple[Array, Array, Any]:
         """Do `forward` without a wait: a target that is neither a class nor ignored gives NaN."""
+        # Shapes and dtypes cost no wait; the values are checked by `check_target`, with those of
+        # the input.
         targets = self._checked_shapes(prediction.shape, target)
         is_weighted = targets is not target or self.class_weight is not None
         target_N, _, weight_N = self.rows_of(target) if is_weighted else (targets, None, None)
@@ -391,9 +405,9 @@ class CrossEntropy(Loss):
                 f"the ignored {self.ignore_index}"
             )
 
-    def _checked_shapes(self, prediction_shape: tuple[int, ...], target: Any) -> Array:
+    def _checked_shapes(self, prediction_shape: tuple[int, ...], given: object) -> Array:
         """Return the targets without weights, after all checks but that of the targets' values."""
-        target = checked_targets("CrossEntropy", target)
+        target = checked_targets("CrossEntropy", given)
         if not prediction_shape or target.shape != prediction_shape[:-1]:
             raise ValueError(
                 "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
@@ -408,12 +422,13 @@ class CrossEntropy(Loss):
             )
         return target
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored.
 
         It is multiplied by the weight of the target.
         """
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class BinaryCrossEntropy(_RealLoss):
@@ -451,6 +466,7 @@ class BinaryCrossEntropy(_RealLoss):
         if self.class_weight is None:
             return weights
         no, yes = self.class_weight
+        # Linear in t, so that a target of 0.3 weighs between both classes.
         of_class: Array = no + (yes - no) * t
         return of_class if weights is None else of_class * weights
 

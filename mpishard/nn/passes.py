@@ -19,6 +19,7 @@ from mpishard.base import (
     BFLOAT16,
     NAMESPACES,
     Array,
+    DType,
     chunks,
     compile_loop,
     is_bfloat16,
@@ -63,10 +64,11 @@ def bits(array: Array) -> Array:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
-def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., None] | None:
+def _compile(loop: Callable[..., None], dtype: DType) -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None or dtype not in _DTYPES:
         return None
+    # One text of a loop serves both dtypes: it is compiled with one load and store or the other.
     is_narrow = dtype == BFLOAT16
     read, write = (_load_bits, _store_bits) if is_narrow else (_load, _store)
     inner = {"exp": numba.njit(_exp), "load": numba.njit(read), "store": numba.njit(write)}
@@ -80,27 +82,29 @@ def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., N
             is_read = not kind.endswith("=")
             arguments.append(numba.types.Array(kinds[name], dims, "C", readonly=is_read))
     variant = "bfloat16" if is_narrow else "float32"
+    # Sums in lanes, because a sum in order cannot be vectorized.
     return compile_loop(loop, numba.void(*arguments), variant, sums_in_lanes=True, **inner)
 
 
 # ---------------------------------------------------------------- one element, inside the loops
 
 
-def _load(array: Any, i: Any) -> Any:
+def _load(array: Array, i: int | tuple[int, int]) -> Any:
     return array[i]
 
 
-def _store(array: Any, i: Any, value: Any) -> None:
+def _store(array: Array, i: int | tuple[int, int], value: Any) -> None:
     array[i] = value
 
 
-def _load_bits(array: Any, i: Any) -> Any:
+def _load_bits(array: Array, i: int | tuple[int, int]) -> Any:
     return np.uint32(np.uint32(array[i]) << np.uint32(16)).view(np.float32)
 
 
-def _store_bits(array: Any, i: Any, value: Any) -> None:
+def _store_bits(array: Array, i: int | tuple[int, int], value: Any) -> None:
     """Round to the nearest bfloat16, ties to even, with the bits of `bfloat16.round_into`."""
     word = np.float32(value).view(np.uint32)
+    # np.uint32 around each result: numba would widen it to 64 bits, and halve the lanes.
     even = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(np.uint32(word + np.uint32(0x7FFF)) + even)
     quiet = np.uint32(np.uint32(word & np.uint32(0x80000000)) | np.uint32(0x7FC00000))
@@ -110,6 +114,7 @@ def _store_bits(array: Any, i: Any, value: Any) -> None:
 
 def _exp(x: Any) -> Any:
     """Return exp(x) = 2^n exp(r), with an error of 2 units in the last place; NaN stays NaN."""
+    # A polynomial, because a call of the C library's expf keeps LLVM from vectorizing a loop.
     power = x * _LOG2_E
     power = _LEAST if power < _LEAST else power  # noqa: FURB136 - max would lose NaN
     power = _MOST if power > _MOST else power  # noqa: FURB136
@@ -140,7 +145,7 @@ _SIGNATURES = {
 # ------------------------------------------------------------------------------------ the loops
 
 
-def add(d: Any, other: Any) -> None:
+def add(d: Array, other: Array) -> None:
     """Add ``other`` to d in place; if ``other`` is one row, to each row of d."""
     width = other.size
     for n in range(d.size // width):  # LLVM does not vectorize a range with a step.
@@ -148,7 +153,7 @@ def add(d: Any, other: Any) -> None:
             store(d, n * width + i, load(d, n * width + i) + load(other, i))
 
 
-def gelu(x: Any, y: Any, slope: Any) -> None:
+def gelu(x: Array, y: Array, slope: Array) -> None:
     """Write y, the GELU of x in its tanh form, and the slope dy/dx, as `mpishard.nn.GELU` does."""
     for i in range(x.size):
         value = load(x, i)
@@ -163,14 +168,14 @@ def gelu(x: Any, y: Any, slope: Any) -> None:
         store(slope, i, h + result * (_ONE - h) * (_TWO * _SLOPE + _SIX * _CUBIC * square))
 
 
-def scale(d: Any, factors: Any) -> None:
+def scale(d: Array, factors: Array) -> None:
     """Multiply d by the factors in place."""
     for i in range(d.size):
         store(d, i, load(d, i) * load(factors, i))
 
 
 def norm_forward(
-    x: Any, weight: Any, bias: Any, epsilon: Any, y: Any, h: Any, inverse: Any
+    x: Array, weight: Array, bias: Array, epsilon: float, y: Array, h: Array, inverse: Array
 ) -> None:
     """Write the layer norm y, the normalised input h, and 1 / standard deviation of each row."""
     rows, width = x.shape
@@ -191,7 +196,9 @@ def norm_forward(
             store(y, (n, i), normal * weight[i] + bias[i])
 
 
-def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias: Any) -> None:
+def norm_backward(
+    d: Array, h: Array, weight: Array, inverse: Array, dweight: Array, dbias: Array
+) -> None:
     """Overwrite d with the input's gradient, and add the gradients of weight and bias."""
     rows, width = d.shape
     for n in range(rows):
@@ -213,7 +220,7 @@ def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias
 
 
 def softmax_forward(
-    scores: Any, weights: Any, logs: Any, factor: Any, first: Any, queries: Any
+    scores: Array, weights: Array, logs: Array, factor: Any, first: Any, queries: Any
 ) -> None:
     """Write the softmax of factor * scores over the keys that each row sees, and 0 for the others.
 
@@ -227,6 +234,7 @@ def softmax_forward(
         shift = logs[n]
         for i in range(seen):
             value = exp(factor * scores[n, i] - shift)
+            # Kept in float32 until the division, so that bfloat16 is rounded only once.
             scores[n, i] = value
             total += value
         inverse = _ONE / total
@@ -238,11 +246,11 @@ def softmax_forward(
 
 
 def softmax_backward(
-    scores: Any,
-    dweights: Any,
-    weights: Any,
-    dscores: Any,
-    logs: Any,
+    scores: Array,
+    dweights: Array,
+    weights: Array,
+    dscores: Array,
+    logs: Array,
     factor: Any,
     first: Any,
     queries: Any,
@@ -288,6 +296,7 @@ def added(a: Array, b: Array, out: Array | None = None) -> Array:
         return NAMESPACES[type(a)].add(a, b, out=out)
     loop = compiled(add, a) if a.size and (out is None or out is a) else None
     if loop is not None:
+        # The loop adds in place.
         total = a.copy() if out is None else a
         loop(bits(total.reshape(-1)), bits(b.reshape(-1)))
         return total

@@ -20,6 +20,7 @@ def parts_of(target: Any) -> tuple[Array, Array | None]:
     if not isinstance(target, Samples):
         return target, None
     targets, weights = target.tree
+    # Dims of 1 let NumPy spread a sample's weight over its targets.
     is_of_samples = weights.ndim == 1
     return targets, weights.reshape(-1, *(1,) * (targets.ndim - 1)) if is_of_samples else weights
 
@@ -37,7 +38,9 @@ def checked_targets(owner: str, target: Any) -> Array:
     """
     if not isinstance(target, Samples):
         array_namespace(target)
-        return target
+        only: Array = target
+        return only
+    # Only in a pair is it known which array has the weights.
     if not isinstance(target.tree, list | tuple) or len(target.tree) != 2:
         raise TypeError(
             f"{owner} takes an array of targets, or mpishard.data.Samples((targets, weights)); got "
@@ -53,6 +56,7 @@ def checked_targets(owner: str, target: Any) -> Array:
         )
     if weights.dtype.kind not in "fiub":
         raise TypeError(f"weights must be real numbers, got an array of {weights.dtype}")
+    # NaN fails both comparisons.
     fits = (weights >= 0) & (weights < math.inf)
 
     def refuse() -> None:
@@ -66,7 +70,7 @@ def checked_targets(owner: str, target: Any) -> Array:
     return checked
 
 
-def as_class_weight(value: Any) -> tuple[float, ...] | None:
+def as_class_weight(value: object) -> tuple[float, ...] | None:
     """Return the weights of classes as floats.
 
     Raises
@@ -78,6 +82,7 @@ def as_class_weight(value: Any) -> tuple[float, ...] | None:
     """
     if value is None:
         return None
+    # A dict of class -> weight would be read as its keys.
     if not isinstance(value, Iterable) or isinstance(value, str | dict):
         raise TypeError(f"class_weight must be a sequence with a weight per class, got {value!r}")
     weights = tuple(as_amount("a weight of class_weight", weight) for weight in value)

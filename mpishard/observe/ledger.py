@@ -6,11 +6,8 @@ import threading
 import weakref
 from collections import Counter
 from enum import StrEnum
-from typing import Any
 
-import numpy as np
-
-from mpishard.base import HOST, Array, Device, is_device_array
+from mpishard.base import HOST, Array, Device, DType, is_device_array
 
 
 class Place(StrEnum):
@@ -48,7 +45,7 @@ class MemoryLedger:
         self._peak: Counter[_Key] = Counter()
 
     def allocate(
-        self, category: MemoryCategory, length: int, dtype: np.dtype[Any], device: Device = HOST
+        self, category: MemoryCategory, length: int, dtype: DType, device: Device = HOST
     ) -> Array:
         """Allocate an uninitialised vector of ``length`` elements on ``device``, and count it."""
         array = device.namespace.empty(length, dtype)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpishard.base import Array
 from mpishard.observe.metrics import read_metrics
 
 BLUE = "#3b6fb6"
@@ -307,8 +308,8 @@ def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
 
 def _draw(
     axes: Any,
-    training: np.ndarray[Any, Any],
-    validation: np.ndarray[Any, Any],
+    training: Array,
+    validation: Array,
     baseline: tuple[str, float] | None,
 ) -> None:
     steps, losses = training
@@ -342,19 +343,19 @@ def _draw(
     _fit_y(axes, [*losses[losses.size // 50 :], *validation[1], *others])
 
 
-def _finite(points: Points) -> np.ndarray[Any, Any]:
+def _finite(points: Points) -> Array:
     """Return steps and losses as rows, shape (2, n), without those that are not finite."""
     table = np.array([(step, loss) for step, loss in points], np.float64).reshape(-1, 2)
-    kept: np.ndarray[Any, Any] = table[np.isfinite(table).all(axis=1)].T
+    kept: Array = table[np.isfinite(table).all(axis=1)].T
     return kept
 
 
-def moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+def moving_mean(values: Array, width: int) -> Array:
     """Return the mean over a centred window of ``width`` values, shorter at both ends."""
     # Computed from running sums, so that a wide window takes no longer than a narrow one.
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(values.size)
     low = np.maximum(places - width // 2, 0)
     high = np.minimum(places + (width + 1) // 2, values.size)
-    means: np.ndarray[Any, Any] = (sums[high] - sums[low]) / (high - low)
+    means: Array = (sums[high] - sums[low]) / (high - low)
     return means

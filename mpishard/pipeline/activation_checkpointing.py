@@ -97,6 +97,7 @@ class ActivationCheckpointConfig:
         limit = self.max_activations_in_memory
         if as_integer("max_activations_in_memory", limit) < 0:
             raise ValueError(f"max_activations_in_memory must be 0 (no limit) or more, got {limit}")
+        # A string is accepted, too, because configurations are read from JSON and command lines.
         if self.recompute_strategy is not None:
             try:
                 strategy = RecomputeStrategy(self.recompute_strategy)
@@ -135,6 +136,7 @@ class ActivationCheckpointConfig:
             # Segments have one length, because a pass needs memory for the longest and all inputs.
             first, stop = layers[0].index, layers[-1].index + 1
             if not self._may_recompute(layers[0]):
+                # The first layer's activations are kept, so that segments begin after it.
                 first += 1
             every = self.checkpoint_every_n_layers
             length = math.isqrt(len(layers) - 1) + 1 if every == "sqrt" else int(every)
@@ -143,6 +145,7 @@ class ActivationCheckpointConfig:
             segments = [range(i, min(i + length, stop)) for i in range(first, stop, length)]
         else:
             segments = self._cheap_layers(layers, itemsize)
+        # `keeps_last` is about a segment that reaches the end. SELECTIVE may have none there.
         is_last = segments and segments[-1].stop == layers[-1].index + 1
         return tuple(segments[:-1] if keeps_last and is_last else segments)
 
@@ -157,6 +160,7 @@ class ActivationCheckpointConfig:
             for info in layers
             if self._may_recompute(info)
         }
+        # Layers that free nothing would only cost time.
         freed = {index: nbytes for index, nbytes in inside.items() if nbytes > 0}
         flops = {info.index: info.estimated_flops for info in layers if info.index in freed}
         all_flops, all_freed = sum(flops.values()), sum(freed.values())
@@ -164,8 +168,10 @@ class ActivationCheckpointConfig:
         # Products of integers instead of quotients, so that every rank chooses the same layers.
         count = sum(flops[i] * all_freed <= all_flops * freed[i] for i in freed)
         if self.max_activations_in_memory:
+            # More layers than the mean suggests, if the limit asks for it.
             count = max(count, len(cheapest) - self.max_activations_in_memory)
         return [range(index, index + 1) for index in sorted(cheapest[:count])]
 
     def _may_recompute(self, info: LayerInfo) -> bool:
+        # By the index in the model: other stages of a pipeline have no first layer.
         return info.index > 0 or self.checkpoint_first_layer

@@ -53,6 +53,7 @@ class StageTimes:
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "communication"):
             given = getattr(self, name)
+            # The number of stages is known only when the times are used: see `spread`.
             for value in [given] if np.ndim(given) == 0 else given:
                 as_amount(name, value)
 
@@ -149,6 +150,7 @@ def check_completeness(order: Order, stages: Sequence[int], num_micro_batches: i
     }
     for place, operation in enumerate(order):
         micro_batch, virtual = operation.micro_batch_index, operation.virtual_stage_index
+        # None for an unknown micro-batch or stage, an empty list for one that has done nothing yet.
         done = kinds.get((virtual, micro_batch))
         if done is None:
             raise ValueError(
@@ -160,6 +162,7 @@ def check_completeness(order: Order, stages: Sequence[int], num_micro_batches: i
             raise ValueError(f"does the {describe(operation, stages[virtual])} twice")
         done.append(operation.type)
     for (virtual, micro_batch), done in kinds.items():
+        # The order within a rank is left to the clock, which finds a backward before its forward.
         if set(done) not in (_WHOLE, _HALVES):
             have = ", ".join(kind.replace("_", " ") for kind in done) or "nothing"
             raise ValueError(
@@ -265,6 +268,7 @@ class _Clock:
         self._name = (
             f"{schedule.name} with {num_stages} ranks and {num_micro_batches} micro-batches"
         )
+        # Checked before the clock runs, because it would take a missing operation for a deadlock.
         for rank, order in enumerate(orders):
             try:
                 check_completeness(order, stages[rank], num_micro_batches)
@@ -290,9 +294,12 @@ class _Clock:
         self._runnable = deque(range(len(orders)))
 
     def run(self) -> tuple[tuple[TimedOperation, ...], ...]:
+        # Each rank comes back only when an input of it has arrived, so that the run is linear in
+        # operations.
         while self._runnable:
             self._advance(self._runnable.popleft())
         for order, timed in zip(self._orders, self._timed, strict=True):
+            # No rank can run, and one has operations left.
             if len(timed) < len(order):
                 raise ValueError(self._deadlock())
         return tuple(map(tuple, self._timed))
@@ -336,11 +343,13 @@ class _Clock:
             return 0.0 if is_forward else self._ends[True][key]
         # The backward of the next stage comes after this stage's forward in any case.
         sender = stage - 1 if is_forward else stage + 1
+        # Keys of neighbouring stages lie one row of micro-batches apart.
         needed = key + (sender - stage) * self._num_micro_batches
         end = self._ends[is_forward][needed]
         if end is None:
             self._waiters[is_forward, needed] = rank
             return None
+        # A gradient takes as long back as an activation takes forward.
         return end + self._boundaries[min(sender, stage)]
 
     def _deadlock(self) -> str:
@@ -363,6 +372,7 @@ class _Clock:
             stage = self._stages[rank][operation.virtual_stage_index]
             for is_forward, where in self._needs(operation.type, stage):
                 other, place = places[is_forward, where, operation.micro_batch_index]
+                # Inputs that are there already do not explain why the rank waits.
                 if place >= len(self._timed[other]):
                     word = "forward" if is_forward else "backward"
                     lines.append(
@@ -407,4 +417,5 @@ def check_schedule(schedule: IPipelineSchedule, num_stages: int, num_micro_batch
     >>> from mpishard.pipeline import OneForwardOneBackwardSchedule, check_schedule
     >>> check_schedule(OneForwardOneBackwardSchedule(), num_stages=4, num_micro_batches=8)
     """
+    # Times of 1 do: if one order of events ends, no other order can block.
     run_clock(schedule, num_stages, num_micro_batches)

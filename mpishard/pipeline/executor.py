@@ -208,16 +208,20 @@ class PipelineExecutor:
             schedule, ranks, count = self._schedule, self._backend.world_size, self._micro_batches
             if is_training:
                 check_schedule(schedule, ranks, count)
+                # Orders of all ranks, because a receive depends on the order in which its sender
+                # sends.
                 orders = [schedule.get_schedule(rank, ranks, count) for rank in range(ranks)]
             else:  # needs no check: the order is made here
                 orders = forward_orders(schedule, ranks, count)
             plan = self._plans[is_training] = PipelinePlan(schedule, self._backend.rank, orders)
         # Tags differ from run to run, so that no message of a failed run is taken for a new one.
+        # All ranks count rounds alike, also after a run that failed.
         generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
         run = _Run(stage, plan, self._backend, first_tag, self._dtype)
         try:
             self.record = run.execute()
+        # Also for KeyboardInterrupt: an open receive would outlive the arrays of this run.
         except BaseException:
             run.give_up()
             raise
@@ -246,9 +250,11 @@ class _Run:
             for step in plan.steps
             if step.takes is not None and plan.sender(step.takes) != backend.rank
         )
+        # Per link, the micro-batches whose receives are not posted yet, in sending order.
         self._to_come = {link: deque(order) for link, order in plan.arrivals.items()}
         self._coming: dict[Flow, Transfer] = {}
         self._here: dict[Flow, Array] = {}
+        # Sends under way own their arrays; dropping one would free memory that MPI still reads.
         self._going: list[Transfer] = []
         self._live = [0] * len(plan.virtual_of)
         self._global_stage = {virtual: stage for stage, virtual in plan.virtual_of.items()}
@@ -256,6 +262,8 @@ class _Run:
     def execute(self) -> PipelineRecord:
         """Run all steps; return when all sent messages have been received."""
         record = PipelineRecord(begun=time.perf_counter(), peak_live=[0] * len(self._live))
+        # Forward alone never brings the number of live micro-batches down, so that it is not
+        # counted.
         is_training = any(step.operation.type is not FORWARD for step in self._plan.steps)
         for step in self._plan.steps:
             begun = time.perf_counter()
@@ -314,7 +322,10 @@ class _Run:
             # Only in the first step: later receives were posted in the step before.
             self._ask(self._wanted.popleft())
         if self._wanted:
+            # One step ahead and no more: each posted receive holds memory for its message.
             self._ask(self._wanted[0])
+        # MPI moves large messages only inside calls. Without this one they would wait for the next
+        # wait().
         self._backend.progress()
         # Arrays of sends that are done are freed.
         self._going = [transfer for transfer in self._going if not transfer.done]
@@ -323,9 +334,11 @@ class _Run:
         # The stage before is on this rank, and has left the array itself.
         if flow not in self._coming:
             return self._here.pop(flow)
-        array = self._coming[flow].wait()
+        array: Array = self._coming[flow].wait()
         del self._coming[flow]
         expected = self._shape(flow, step.operation.virtual_stage_index)
+        # The sender has its own batch. Ranks with batches of other sizes would otherwise mix up
+        # samples.
         if array.shape != expected:
             raise ValueError(
                 f"the {flow} came from rank {self._plan.sender(flow)} with shape {array.shape}; "

@@ -56,6 +56,7 @@ def balanced_cuts(
         Indices of the costs before which the cuts are, increasing. No run is empty.
     """
     places = np.arange(1, len(costs)) if allowed is None else np.asarray(allowed, np.int64)
+    # Fewer places than cuts: the last runs do not exist.
     num_cuts = min(num_runs - 1, len(places))
     # Nodes: the beginning, the places of cuts, the end. sums[j] is the cost of all before it.
     nodes = np.concatenate([[0], places, [len(costs)]])
@@ -67,15 +68,19 @@ def balanced_cuts(
         before, ends = best[-1], np.arange(num_before + 1, len(nodes))
         # The first last cut whose runs before it are not cheaper than the last run.
         low, high = np.full_like(ends, num_before), ends.copy()
+        # A binary search for all ends at once, in NumPy: thousands of layers take milliseconds.
         while (low < high).any():
             middle = (low + high) // 2
             is_found = before[middle] >= sums[ends] - sums[middle]
             low, high = np.where(is_found, low, middle + 1), np.where(is_found, middle, high)
+        # The cut before the crossing has the cheaper runs before it, and may still be the better
+        # one.
         last_run = np.where(low > num_before, sums[ends] - sums[low - 1], np.inf)
         best.append(np.concatenate([sums[: num_before + 1], np.minimum(before[low], last_run)]))
     cuts: list[int] = []
     end = len(nodes) - 1
     for num_before in range(num_cuts, 0, -1):
+        # Back from the end: the earliest cut whose last run is not above the optimum.
         largest, total = best[num_before][end], sums[end]
         end = num_before + bisect.bisect_left(
             sums[num_before:end], True, key=lambda start: bool(total - start <= largest)
@@ -111,6 +116,7 @@ def stage_ranges(
         If the ranges are not the vector, each element once and in order.
     """
     name = type(strategy).__name__
+    # A user's class may return anything.
     given: Any = strategy.compute_partition(total_parameters, num_stages)
     try:
         ranges = [(as_integer("start", start), as_integer("size", size)) for start, size in given]
@@ -119,6 +125,7 @@ def stage_ranges(
             f"{name} must give a pair of integers (start, size) for each of {num_stages} stages, "
             f"got {given!r}"
         ) from None
+    # Ranges without gaps begin where the sizes before them end.
     edges = [*itertools.accumulate((size for _, size in ranges), initial=0)]
     starts = [start for start, _ in ranges]
     if len(ranges) != num_stages or [*starts, total_parameters] != edges or edges != sorted(edges):
@@ -316,10 +323,12 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
         raise MissingLossError(f"this {type(model).__name__} has no default loss for backward")
     x = model.as_input(x)
     loss.check_target((*x.shape[:1], *model.chain.output_shape(x.shape[1:])), y)
+    # Copies to the device are made once, and are no part of a layer's time.
     y = map_arrays(model.device.put, y)
     table = model.parameter_table
     vector = model.get_parameters()
     views = table.nested_views(vector)
+    # Real gradients are written, because their memory traffic is a part of backward.
     gradients = table.nested_views(array_namespace(vector).zeros_like(vector))
     seconds = np.zeros((repeats + 1, len(model.layers)))
     for row in seconds:
@@ -328,10 +337,9 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     return [float(s) for s in np.median(seconds[1:], axis=0)]
 
 
-def _measure(
-    model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: np.ndarray[Any, Any]
-) -> None:
+def _measure(model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: Array) -> None:
     """Run one forward and backward pass, and add its times to ``seconds``."""
+    # A new one for each pass, as a step has.
     context = Context(seed=model.seed)
     saved = []
     for index, (name, layer) in enumerate(model.chain.children.items()):
@@ -349,14 +357,15 @@ def _measure(
     seconds[-1] += time.perf_counter() - start  # the last stage computes it
     for index, (name, layer) in reversed(list(enumerate(model.chain.children.items()))):
         start = time.perf_counter()
-        dy = layer.backward(
+        dx = layer.backward(
             views.get(name, {}),
             saved.pop(),
             dy,
             gradients.get(name, {}),
             needs_input_gradient=index > 0,
         )
-        if dy is not None:
+        if dx is not None:
+            dy = dx
             synchronize(dy)
         seconds[index] += time.perf_counter() - start
 
@@ -445,6 +454,7 @@ def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
         flops = [float(info.estimated_flops) for info in infos]
         # Without any FLOPs, as of tables that only copy, all layers count alike.
         return flops if any(flops) else [1.0] * len(infos)
+    # Costs of the user's function, which are checked below.
     found: list[Any] = list(map(given, infos) if callable(given) else given)
     if len(found) != len(infos):
         raise ValueError(f"costs must be one for each of {len(infos)} layers, got {len(found)}")

@@ -94,6 +94,7 @@ class IPipelineSchedule(ABC):
         return virtual_stage_index * num_stages + stage_id
 
 
+# In the order of the members. Aliases are no members, and do not count.
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
 
 
@@ -158,6 +159,7 @@ class PipelinePlan:
             (r, v) for r in range(len(orders)) for v in range(schedule.virtual_stages_per_rank)
         ]
         stages = {(r, v): schedule.global_stage(r, v, len(orders)) for r, v in places}
+        # Sorted by stage, so that the list is indexed by it.
         self.rank_of = [r for r, _ in sorted(places, key=stages.__getitem__)]
         self.virtual_of = {stage: v for (r, v), stage in stages.items() if r == rank}
         self.arrivals: dict[tuple[bool, int], list[int]] = {}
@@ -181,9 +183,11 @@ class PipelinePlan:
 
 
 def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
+    # Its input was saved by the backward of the input, and its result stays on the rank.
     if operation.type is BACKWARD_WEIGHT:
         return Step(operation, None, None)
     is_gradient, micro_batch = operation.type is not FORWARD, operation.micro_batch_index
+    # The first stage to compute in a direction takes no message, and the last one gives none.
     first, then = (last, stage - 1) if is_gradient else (0, stage + 1)
     return Step(
         operation,
@@ -218,6 +222,7 @@ def most_saved(order: Order, virtual_stage: int) -> int:
             if operation.type is FORWARD:
                 saved += 1
                 most = max(most, saved)
+            # After it the caller keeps only what the backward of the parameters needs.
             elif operation.type in (BACKWARD, BACKWARD_INPUT):
                 saved -= 1
     return most

@@ -94,6 +94,7 @@ class Timeline:
 
         It includes the wait of a rank for its first micro-batch, unlike the bubble fraction.
         """
+        # Rounding may make it a last bit larger than the makespan, and the fraction negative.
         work = sum(self.work) / self.num_stages
         return max(0.0, 1 - work / self.makespan) if self.makespan else 0.0
 
@@ -168,6 +169,7 @@ def _sizes(
     activation_bytes: Amounts | None, pending_bytes: Amounts | None, num_global_stages: int
 ) -> tuple[list[float], list[float]]:
     """Return the bytes of each global stage until the backward of the input, and after it."""
+    # Half a specification would give figures that look complete.
     if activation_bytes is None and pending_bytes is not None:
         raise ValueError("pending_bytes are a part of activation_bytes, which are not given")
     activations = 0.0 if activation_bytes is None else activation_bytes
@@ -299,6 +301,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
         edges = [(o.start, o.duration) for o in timed]
         line = min(0.6, 9 * shortest)  # in points, at most an eighth of the shortest bar
         axes.broken_barh(edges, (rank - 0.42, 0.84), facecolor="none", edgecolor="white", lw=line)
+    # One collection for each rank and colour: single bars would take minutes for large schedules.
     for (rank, colour), spans in bars.items():
         axes.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, lw=0, zorder=0.9)
     plain_axes(axes, "", grid="x")
@@ -311,6 +314,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
     )
     axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=3)
     axes.set_ylim(timeline.num_stages - 0.5, -0.5)
+    # In a figure of many ranks only some are named, so that names do not overlap.
     named = range(0, timeline.num_stages, math.ceil(_ROW / row))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
     axes.tick_params(labelsize=8, length=0)
@@ -365,6 +369,7 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
     label = 1 + len(str(timeline.num_micro_batches - 1))
     if not shortest or indent + timeline.makespan / shortest * label > width + 1e-9:
         return None
+    # The shortest operation is just wide enough for its label.
     columns = label / shortest
     lines = []
     for name, timed in zip(names, timeline.ranks, strict=True):

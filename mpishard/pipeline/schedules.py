@@ -44,6 +44,7 @@ class RuleSchedule(IPipelineSchedule):
         return self._virtual_stages
 
     def get_schedule(self, stage_id: int, num_stages: int, num_micro_batches: int) -> Order:
+        # Here and not in the rules, so that each rule may rely on its arguments.
         num_stages = as_count("num_stages", num_stages)
         num_micro_batches = as_count("num_micro_batches", num_micro_batches)
         if not 0 <= as_integer("stage_id", stage_id) < num_stages:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mpishard.base import Array, check_divides, check_sizes, require_type
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import Saved
 from mpishard.nn import (
     Attention,
     Context,
@@ -37,7 +37,7 @@ class _SequenceChain(Sequential):
             )
         return super().output_shape(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BTD to y_BTD, after a check of the shape. Collective."""
         # If a layer failed after the first one has communicated, the other ranks would wait.
         self.output_shape(x.shape[1:])
@@ -170,7 +170,9 @@ class TensorParallelPagedAttention:
             If the shape is another, a sequence is unknown, or there are too few free blocks.
             Nothing has changed then.
         """
+        # Before the cache reserves blocks for the new positions.
         self.layer.output_shape(x.shape[1:])
+        # Before the pass, in which a rank that failed alone would leave the others waiting.
         if len(x) != len(sequences):
             raise ValueError(f"got {len(x)} rows for {len(sequences)} sequences: one for each")
         with self.cache.reading(sequences, x.shape[1]):
@@ -193,6 +195,7 @@ def attention_layers(
     groups = num_heads if num_kv_heads is None else num_kv_heads
     check_sizes(owner, embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=groups)
     ranks = backend.world_size
+    # Ranks with fewer heads would wait at each sum; `partition_chain` accepts that.
     for name, number in ("num_heads", num_heads), ("num_kv_heads", groups):
         if number % ranks:
             raise ValueError(
@@ -212,6 +215,7 @@ def attention_layers(
             parts=(shared, 1, 1),
             multiple=size,
         ),
+        # Heads do not depend on each other, so that the plain layer computes this rank's.
         "core": Attention(num_heads // ranks, causal=causal, kv_heads=groups // ranks),
         "projection": RowParallelLinear(backend, embed_dim, embed_dim, multiple=shared * size),
     }
@@ -269,6 +273,7 @@ class TensorParallelTransformerBlock(_SequenceChain):
         owner = type(self).__name__
         attention = attention_layers(owner, backend, embed_dim, num_heads, causal, num_kv_heads)
         check_sizes(owner, ffn_dim=ffn_dim)
+        # A class or function, because two blocks must not share one layer.
         function = activation()
         if not isinstance(function, Layer):
             raise TypeError(

@@ -62,6 +62,7 @@ class TensorParallelInference:
             try:
                 return build_rank(backend)(input)
             except BaseException as error:
+                # Each rank has a key of its own, so that the threads need no lock.
                 failed[backend.rank] = error
                 raise
 

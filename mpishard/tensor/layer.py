@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from mpishard.base import NAMESPACES, Array, ShardLayout, require_type
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import Saved
 from mpishard.nn import Layer, Parameters, ParameterSpec
 from mpishard.sharding import Box, box_shape, whole_box
 
@@ -67,6 +67,7 @@ class DimSplit:
                 f"{self.size} elements do not make {self.parts} equal parts of runs of "
                 f"{self.multiple}"
             )
+        # A rank without a run would have empty matrices, and still take part in all collectives.
         if self._runs.length < self.world_size:
             raise ValueError(
                 f"{self._runs.length} runs of {self.multiple} elements cannot be dealt to "
@@ -122,6 +123,7 @@ class DimSplit:
         if self.world_size == 1:
             return xp.ascontiguousarray(x)
         own = [x[..., low:high] for low, high in self.ranges(rank)]
+        # A collective or a product follows, which would copy a strided view itself.
         return xp.ascontiguousarray(own[0]) if len(own) == 1 else xp.concatenate(own, axis=-1)
 
     def gather(self, backend: CommunicationBackend, x: Array) -> Array:
@@ -132,6 +134,7 @@ class DimSplit:
         xp = NAMESPACES[type(x)]
         rows = math.prod(x.shape[:-1])
         # all_gather joins the ranks' arrays end to end; the loop puts them side by side.
+        # One dim, because ranks may have widths that differ by a run.
         flat = backend.all_gather(xp.ascontiguousarray(x).reshape(-1))
         whole = xp.empty((rows, self.size), dtype=x.dtype)
         start = 0
@@ -185,6 +188,7 @@ class TensorParallelLayer(Layer):
     def is_split(self, name: str) -> bool:
         """True if the ranks hold different slices of ``name``, False if all hold all of it."""
         shape = self.whole_parameters[name].shape
+        # By sizes, because boxes of a rank do not overlap.
         return sum(math.prod(box_shape(box)) for box in self.boxes(name)) != math.prod(shape)
 
     @property
@@ -242,7 +246,7 @@ class SplitLayer(TensorParallelLayer):
         """Return the whole layer's operations for an input of this shape."""
         return self.whole.estimated_flops(input_shape)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Return the whole layer's input gradient for ``saved`` and ``dy``, and its pending."""
         return self.whole.backward_input(p, saved, dy)
 
@@ -252,10 +256,11 @@ def slice_of(spec: ParameterSpec, boxes: tuple[Box, ...]) -> ParameterSpec:
     first, *others = (box_shape(box) for box in boxes)
     shape = (first[0] + sum(other[0] for other in others), *first[1:])
 
-    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> Array:
         # The whole parameter is made and then cut, so that values do not depend on the world size.
         full = spec.initializer(generator, spec.shape)
         parts = [full[tuple(slice(low, high) for low, high in box)] for box in boxes]
         return np.concatenate(parts)
 
+    # The name stays the whole parameter's, and with it the key of its random numbers.
     return replace(spec, shape=shape, initializer=initialize)

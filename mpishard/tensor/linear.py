@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from mpishard.base import (
     wide_dtype,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import (
     Context,
     Gradients,
@@ -101,6 +100,8 @@ class SplitLinear(TensorParallelLayer):
                     f"activation must be a layer, such as ReLU(), or None; got {activation!r}"
                 )
             # The activation sees only this rank's outputs, so that it must not mix outputs.
+            # Parameters would have one value for all outputs, and each rank would compute another
+            # gradient.
             mixes = isinstance(activation, Softmax)
             if mixes or next(activation.walk_parameters(), None) or activation.is_random:
                 raise ValueError(
@@ -144,13 +145,14 @@ class SplitLinear(TensorParallelLayer):
         given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         values = {name: self._checked(name, array) for name, array in given.items()}
         self._whole = {
+            # The whole array is kept: other ranks' slices are cut when a model is built.
             name: replace(spec, initializer=lambda *_, name=name: values[name])
             if name in values
             else spec
             for name, spec in self._whole.items()
         }
 
-    def _checked(self, name: str, array: Array) -> np.ndarray[Any, Any]:
+    def _checked(self, name: str, array: Array) -> Array:
         owner = f"{type(self).__name__}({self.input_size}, {self.output_size})"
         spec = self._whole.get(name)
         if spec is None:
@@ -164,18 +166,21 @@ class SplitLinear(TensorParallelLayer):
             raise ValueError(
                 f"the whole {name} of {owner} has shape {spec.shape}, got {array.shape}"
             )
+        # A copy, because the caller may change the array before a model is built.
         return np.array(to_host(array), dtype=np.float64)
 
-    def _activate(self, y: Array, context: Context) -> tuple[Array, Any]:
+    def _activate(self, y: Array, context: Context) -> tuple[Array, Saved]:
         if self.activation is None:
             return y, None
         return self.activation.forward({}, y, context)
 
-    def _before_activation(self, saved: Any, dy: Array) -> Array:
+    def _before_activation(self, saved: Saved, dy: Array) -> Array:
         """Return the gradient of the activation's input, which may be ``dy`` or a new array."""
         if self.activation is None:
             return dy
-        return self.activation.backward_input({}, saved, dy)[0]
+        dx, _ = self.activation.backward_input({}, saved, dy)
+        assert dx is not None, "an activation has an input gradient"
+        return dx
 
 
 class ColumnParallelLinear(SplitLinear):
@@ -262,6 +267,7 @@ class ColumnParallelLinear(SplitLinear):
         self.gather_output = as_flag("gather_output", gather_output)
         self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self.split = DimSplit(self.output_size, backend.world_size, parts, multiple)
+        # A plain layer does the computing; this class only communicates.
         self._local = Linear(self.input_size, self.local_output_size, bias)
 
     @property
@@ -272,6 +278,7 @@ class ColumnParallelLinear(SplitLinear):
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return a box for each part: the rows of W, or elements of b, of this rank's outputs."""
         rest = self.whole_parameters[name].shape[1:]
+        # One box for each of queries, keys and values, which lie apart in the whole parameter.
         return tuple((rows, *whole_box(rest)) for rows in self.split.ranges(self.backend.rank))
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -279,6 +286,7 @@ class ColumnParallelLinear(SplitLinear):
         *leading, _ = self._local.output_shape(input_shape)
         if self.sequence_parallel:
             time = time_of(f"{type(self).__name__} with sequence_parallel", input_shape, 2)
+            # The layer gathers the whole sequence: a rank has some outputs at every position.
             leading = [time * self.backend.world_size, *leading[1:]]
         return (*leading, self.output_size if self.gather_output else self.local_output_size)
 
@@ -287,7 +295,7 @@ class ColumnParallelLinear(SplitLinear):
         rows = math.prod(self.output_shape(input_shape)[:-1])
         return 2 * self.input_size * self.local_output_size * rows
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I), and save x (or its slice) and the activation's saved values.
 
         Collective if the input is a slice or the output is gathered.
@@ -299,36 +307,39 @@ class ColumnParallelLinear(SplitLinear):
             y = self.split.gather(self.backend, y)
         return y, (x, activation_saved) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient, summed over the ranks. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         return self._reduce(_product(dy, p["weight"]))(), (x, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of this rank's rows. Collective with ``sequence_parallel``."""
         x, dy = pending
         if self.sequence_parallel:
+            # Gathered again, because the whole sequence would take t times the memory until
+            # backward.
             x = gather_time(self.backend, x)
         self._local.backward_weight((x, dy), g)
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, with the sum of dx under way during the weight's product. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         # The all-gather is issued first, so that it is under way during the first product.
         gathered = gather_time_async(self.backend, x) if self.sequence_parallel else None
         reduced = self._reduce(_product(dy, p["weight"])) if needs_input_gradient else None
+        # The longest product, during which the sum of dx travels.
         self._local.backward_weight((x if gathered is None else gathered(), dy), g)
         return None if reduced is None else reduced()
 
-    def _local_gradient(self, activation_saved: Any, dy: Array) -> Array:
+    def _local_gradient(self, activation_saved: Saved, dy: Array) -> Array:
         """Return the gradient of this rank's x W^T + b."""
         if self.gather_output:
             dy = self.split.take(dy, self.backend.rank)
@@ -341,6 +352,7 @@ class ColumnParallelLinear(SplitLinear):
         """
         if self.sequence_parallel:
             return reduce_scatter_time_async(self.backend, dx)
+        # In place: dx is the new array of a product.
         return self.backend.all_reduce_async(dx).wait
 
 
@@ -413,6 +425,8 @@ class RowParallelLinear(SplitLinear):
         self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         # The runs are those of the column-parallel layer before, whose outputs are these inputs.
         self.split = DimSplit(self.input_size, backend.world_size, 1, multiple)
+        # As in `ColumnParallelLinear`. Its bias is only for the gradient: forward adds it after the
+        # sum.
         self._local = Linear(self.local_input_size, self.output_size, bias)
 
     @property
@@ -424,6 +438,7 @@ class RowParallelLinear(SplitLinear):
         """Return the columns of W for this rank's inputs, or all of b."""
         if name == "bias":
             return super().boxes(name)
+        # One box: a row split has one run of columns for each rank.
         return (((0, self.output_size), *self.split.ranges(self.backend.rank)),)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -439,8 +454,9 @@ class RowParallelLinear(SplitLinear):
         """Return 2 C O for each row: this rank's part of the product."""
         return self._local.estimated_flops(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., C), and save x and the activation's saved values. Collective."""
+        # Without the bias, which the plain layer's forward would add on each rank.
         y = _product(x, p["weight"].T)
         if self.sequence_parallel:
             y = reduce_scatter_time(self.backend, y)
@@ -452,23 +468,23 @@ class RowParallelLinear(SplitLinear):
         y, activation_saved = self._activate(y, context)
         return y, (x, activation_saved) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient of this rank's inputs. Collective with ``sequence_parallel``."""
         return self._local.backward_input(p, saved[0], self._whole_gradient(saved[1], dy))
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of this rank's columns, and of the bias."""
         self._local.backward_weight(pending, g)
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
             p,
@@ -478,9 +494,10 @@ class RowParallelLinear(SplitLinear):
             needs_input_gradient=needs_input_gradient,
         )
 
-    def _whole_gradient(self, activation_saved: Any, dy: Array) -> Array:
+    def _whole_gradient(self, activation_saved: Saved, dy: Array) -> Array:
         """Return the gradient of x W^T + b at all positions, which every rank needs."""
         dy = self._before_activation(activation_saved, dy)
+        # Each rank has other columns of W, whose gradient needs dy at all positions.
         return gather_time(self.backend, dy) if self.sequence_parallel else dy
 
 
@@ -554,6 +571,7 @@ class Stage3ShardedLinear(SplitLinear):
         weight = replace(
             spec,
             shape=(self.shard_length,),
+            # The whole W is drawn, so that values do not depend on the number of ranks.
             initializer=lambda generator, _: spec.initializer(generator, spec.shape).reshape(-1)[
                 piece
             ],
@@ -569,6 +587,7 @@ class Stage3ShardedLinear(SplitLinear):
         start = piece.start
         while start < piece.stop:
             row, column = divmod(start, width)
+            # A piece may begin and end within a row, and boxes are rectangles.
             rows = (piece.stop - start) // width if column == 0 else 0
             if rows:
                 boxes.append(((row, row + rows), (0, width)))
@@ -581,6 +600,7 @@ class Stage3ShardedLinear(SplitLinear):
 
     def is_split(self, name: str) -> bool:
         """True for W on more than one rank, even if W has fewer elements than there are ranks."""
+        # A rank without elements holds an empty piece, whose boxes say nothing.
         return name == "weight" and self.backend.world_size > 1
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -591,18 +611,18 @@ class Stage3ShardedLinear(SplitLinear):
         """Return 2 I O for each row: the operations of the product."""
         return self._linear.estimated_flops(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map this rank's x of shape (..., I), and save x but not W. Collective."""
         y, saved = self._linear.forward(self._gathered(p), x, context)
         y, activation_saved = self._activate(y, context)
         return y, (saved, activation_saved) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient of this rank's input, with W gathered again. Collective."""
         dy = self._before_activation(saved[1], dy)
         return self._linear.backward_input(self._gathered(p), saved[0], dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add this rank's piece of W's gradient, and the bias's gradient. Collective.
 
         Both are sums over the samples of all ranks.
@@ -619,6 +639,7 @@ class Stage3ShardedLinear(SplitLinear):
         target = unwritten(g, "weight")
         flat = own["weight"].reshape(-1)
         # The reduce-scatter is under way while the small all-reduce of the bias runs.
+        # Written to the gradient itself, if nothing was added to it before.
         reduced = self.backend.reduce_scatter_async(flat, out=target)
         self.backend.all_reduce(own["bias"])
         db_O = g["bias"]
@@ -632,12 +653,12 @@ class Stage3ShardedLinear(SplitLinear):
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, or only the weight's, which does not gather W. Collective."""
         if needs_input_gradient:
             return super().backward(p, saved, dy, g)
@@ -645,5 +666,6 @@ class Stage3ShardedLinear(SplitLinear):
         return None
 
     def _gathered(self, p: Parameters) -> dict[str, Array]:
+        # Not kept: a layer whose W stays is not sharded any more.
         flat = self.backend.all_gather(p["weight"])
         return {"weight": flat.reshape(self.output_size, self.input_size), "bias": p["bias"]}

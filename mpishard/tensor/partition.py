@@ -104,6 +104,7 @@ def is_open(layer: Layer) -> bool:
 
     Subclasses may compute anything and are not.
     """
+    # Exact types, because a subclass may do something else with its children.
     return type(layer) in (Residual, Sequential)
 
 
@@ -133,6 +134,7 @@ class Ties:
             for name, spec in layer.walk_parameters(f"{path}."):
                 self._owners[name] = path, layer
                 if spec.tied_to is not None:
+                    # By the owner's name: several layers may use one table.
                     self._users.setdefault(spec.tied_to, []).append((path, layer))
 
     def obstacle(self, path: str, layer: Layer) -> str | None:
@@ -148,6 +150,7 @@ class Ties:
         """
         for name, spec in layer.parameters.items():
             target = spec.tied_to or f"{path}.{name}"
+            # Neither tied nor used by another layer.
             if target not in self._users and spec.tied_to is None:
                 continue
             if target not in self._owners:
@@ -235,6 +238,8 @@ def find_segments(
         kind, stop = SegmentKind.ALONE, start + 1
         if type(chain[start][1]) is Linear:
             end = start + 1
+            # Greedy: a chain of linear layers alternates column and row splits, with one sum for
+            # each pair.
             while end < len(chain) and type(chain[end][1]) in _INNER:
                 end += 1
             last = chain[end][1] if end < len(chain) else None
@@ -263,13 +268,18 @@ def _kind(
         return None
     mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
     if not mixers:
+        # A layer with fewer outputs than ranks cannot be split, and its partner has nothing to sum.
         is_whole = ties.obstacle(prefix + first_name, first) is not None
         return None if is_whole or first.outputs < world_size else SegmentKind.PAIR
     # The outputs of the first layer are then several blocks, each distributed over the ranks. A
     # shared table's rows are one block.
+    # It must come first: an activation before it would see the blocks in another order.
     mixer = between[0][1]
     if mixers != [mixer] or ties.is_shared(prefix + first_name, first):
         return None
     if isinstance(mixer, Attention):
+        # Heads of keys and values are never cut or repeated, so that each rank needs one of its
+        # own.
         return SegmentKind.ATTENTION if mixer.kv_heads >= world_size else None
+    # Each rank needs an element of both halves.
     return SegmentKind.GATED if first.outputs >= 2 * world_size else None

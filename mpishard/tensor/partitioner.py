@@ -88,6 +88,8 @@ class _Parts:
         # An operator stands only before a layer that needs other positions. Layers that take any
         # positions then work on slices.
         if takes not in (None, self.extent):
+            # Within the layer's name, because an operator of its own would rename the layers behind
+            # it.
             layer = Framed(layer, before=self._operator(takes))
         self.layers[name] = layer
         self.extent = gives or self.extent
@@ -181,6 +183,7 @@ class ChainSplit:
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
         core = between[0][1] if segment.kind is SegmentKind.ATTENTION else None
+        # Both halves of a gated activation are split alike, so that a rank has pairs of them.
         blocks: int | tuple[int, ...] = 2 if segment.kind is SegmentKind.GATED else 1
         multiple = run = 1
         if isinstance(core, Attention):
@@ -269,6 +272,8 @@ class ChainSplit:
         """
         path, kind, ranks = prefix + name, type(layer), self.backend.world_size
         if kind is Residual:
+            # A branch ends with the positions of its beginning, because its output is added to its
+            # input.
             inner, _ = self.chain(
                 layer.children, f"{path}.", starts=self.between, ends=self.between
             )
@@ -282,6 +287,7 @@ class ChainSplit:
             return splits_output
         if kind in ACTIVATIONS or kind in _SLICED:
             # These have little to compute. An activation takes any positions.
+            # None for activations, which compute on a slice as they are.
             own = _SLICED.get(kind)
             is_sliced = self.sequence_parallel if own else parts.extent is Extent.SLICE
             if is_sliced:
@@ -336,6 +342,7 @@ class ChainSplit:
         elif type(layer) in ATTENTIONS:
             return "it does not stand between two linear layers with weights of their own"
         else:
+            # The user's own layers end here: nothing is known of what they compute.
             return f"no rule splits a {type(layer).__name__}"
         tied = self.ties.obstacle(path, layer)
         if tied is None and size < ranks:
@@ -399,6 +406,7 @@ class ChainSplit:
             if layer.is_split(name):
                 self.boxes[f"{path}.{name}"] = layer.boxes(name)
                 if spec.tied_to is not None:
+                    # The table has one entry for both, under the owner's name.
                     self.boxes[spec.tied_to] = layer.boxes(name)
 
 
@@ -479,6 +487,7 @@ def partition_chain(
     sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
     split_output = as_flag("split_output", split_output)
     if backend.world_size == 1:
+        # With one rank the layers stay the model's own, without any call of a collective.
         decisions = tuple(
             LayerDecision(path, SplitKind.WHOLE, 1.0, f"{type(layer).__name__} on the one rank")
             for path, layer in walk_layers(layers)
@@ -490,6 +499,7 @@ def partition_chain(
     if not layers:
         return TensorPartition({}, {}, splits_output=False, decisions=())
     names, model_names = list(layers), list(model_layers or layers)
+    # A stage of a pipeline may begin or end anywhere in the model.
     is_last = names[-1] == model_names[-1]
     if split_output and not is_last:
         raise ValueError(
@@ -497,6 +507,7 @@ def partition_chain(
             f"with {names[-1]}"
         )
     split = ChainSplit(backend, Ties(model_layers or layers), sequence_parallel)
+    # Tokens take few bytes, and each rank's part of the table needs all of them.
     enters_whole = names[0] == model_names[0] or layers[names[0]].takes_integers
     parts, splits_output = split.chain(
         layers,
@@ -609,6 +620,7 @@ class TensorParallelLayerPartitioner:
         """
         flops = list(self._flops(input_shape))
         split = sum(count for count, share in flops if share < 1)
+        # A chain of reshapes has no FLOPs.
         return split / max(1, sum(count for count, _ in flops))
 
     def estimated_speedup(self, input_shape: tuple[int, ...]) -> float:
@@ -629,6 +641,7 @@ class TensorParallelLayerPartitioner:
 
     def _flops(self, input_shape: tuple[int, ...]) -> Iterator[tuple[int, float]]:
         """Yield each layer's FLOPs for one sample, and the largest share of them on one rank."""
+        # By the name in the model, which the layers keep after the split.
         shares = {decision.name: decision.share for decision in self._partition.decisions}
 
         def walk(

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from mpishard.base import NAMESPACES, Array
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import Context, Gradients, Layer, Parameters, ParameterSpec
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
@@ -30,6 +29,7 @@ def local_length(backend: CommunicationBackend, length: int) -> int:
     ValueError
         If the length is not a multiple of the group's size.
     """
+    # Equal slices, so that one reshape and one copy join what all ranks have sent.
     if length % backend.world_size:
         raise ValueError(
             f"sequence parallelism cuts T = {length} positions into {backend.world_size} equal "
@@ -59,6 +59,7 @@ def take_time(backend: CommunicationBackend, x: Array) -> Array:
     """Return this rank's slice (B, T / t, ...) of x, shape (B, T, ...), as a C-contiguous array."""
     length = local_length(backend, x.shape[1])
     start = backend.rank * length
+    # The slice has gaps between samples, and the layers after it reshape their input.
     return NAMESPACES[type(x)].ascontiguousarray(x[:, start : start + length])
 
 
@@ -98,6 +99,7 @@ def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Callab
     """
     ranks, batch, rest = backend.world_size, x.shape[0], x.shape[2:]
     length = local_length(backend, x.shape[1])
+    # reduce_scatter cuts along the first dim, so that ranks come before samples.
     by_rank = x.reshape(batch, ranks, length, *rest).swapaxes(0, 1)
     rows = NAMESPACES[type(x)].ascontiguousarray(by_rank)
     rows = rows.reshape(ranks, math.prod((batch, length, *rest)))
@@ -116,12 +118,13 @@ class CopyToRegion(TensorParallelLayer):
         """Return the input's shape."""
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return ``x`` itself, and save nothing."""
         return x, None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the sum of all ranks' ``dy``, in place if ``dy`` is C-contiguous. Collective."""
+        # In place, because dy belongs to this method.
         return self.backend.all_reduce(NAMESPACES[type(dy)].ascontiguousarray(dy)), None
 
 
@@ -136,14 +139,14 @@ class ReduceFromRegion(TensorParallelLayer):
         """Return the input's shape."""
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return the sum over the ranks, and save nothing. Collective."""
         xp = NAMESPACES[type(x)]
         summand = xp.ascontiguousarray(x)
         # The sum is a new array, because the layer before may have saved x.
         return self.backend.all_reduce(summand, out=xp.empty_like(summand)), None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return ``dy`` itself."""
         return dy, None
 
@@ -182,11 +185,11 @@ class GatherOutput(TensorParallelLayer):
         self.split.require_local("GatherOutput", input_shape, self.backend.rank)
         return (*input_shape[:-1], self.split.size)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return all ranks' slices, joined in order, and save nothing. Collective."""
         return self.split.gather(self.backend, x), None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return this rank's slice of ``dy``."""
         return self.split.take(dy, self.backend.rank), None
 
@@ -205,11 +208,11 @@ class ScatterSequence(TensorParallelLayer):
             *input_shape[1:],
         )
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return the slice, and save nothing."""
         return take_time(self.backend, x), None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return all ranks' ``dy``, joined in order. Collective."""
         return gather_time(self.backend, dy), None
 
@@ -229,11 +232,11 @@ class GatherSequence(TensorParallelLayer):
             *input_shape[1:],
         )
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return all ranks' slices, joined in order, and save nothing. Collective."""
         return gather_time(self.backend, x), None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return this rank's slice of ``dy``."""
         return take_time(self.backend, dy), None
 
@@ -263,6 +266,7 @@ class Framed(Layer):
         self, layer: Layer, *, before: _Operator | None = None, after: _Operator | None = None
     ) -> None:
         self.layer = layer
+        # The layer's own, so that walks over parameters find the same names.
         self.children = layer.children
         self.before = before
         self.after = after
@@ -306,7 +310,7 @@ class Framed(Layer):
     def _layer_input(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         return input_shape if self.before is None else self.before.output_shape(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Run operator, layer and operator, and save the layer's saved values. Collective."""
         if self.before is not None:
             x, _ = self.before.forward({}, x, context)
@@ -315,24 +319,24 @@ class Framed(Layer):
             y, _ = self.after.forward({}, y, context)
         return y, saved
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Run the input's halves in reverse order; pending is the layer's. Collective."""
         dx, pending = self.layer.backward_input(p, saved, self._layer_gradient(dy))
         return self._input_gradient(dx), pending
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of the layer's parameters."""
         self.layer.backward_weight(pending, g)
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves. Collective."""
         dx = self.layer.backward(
             p, saved, self._layer_gradient(dy), g, needs_input_gradient=needs_input_gradient
@@ -342,7 +346,8 @@ class Framed(Layer):
     def _layer_gradient(self, dy: Array) -> Array:
         return dy if self.after is None else self.after.backward_input({}, None, dy)[0]
 
-    def _input_gradient(self, dx: Array) -> Array:
+    def _input_gradient(self, dx: Array | None) -> Array | None:
+        # Tokens have no gradient, on any rank, so that no rank waits here.
         if self.before is None or dx is None:
             return dx
         return self.before.backward_input({}, None, dx)[0]

@@ -11,13 +11,10 @@ of the tensor group).
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import numpy as np
 
 from mpishard.base import NAMESPACES, Array, require_type, wide
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import (
     Context,
     Dropout,
@@ -55,13 +52,14 @@ class SequenceParallelNorm(SplitLayer):
 
     def __init__(self, backend: CommunicationBackend, norm: LayerNorm | RMSNorm) -> None:
         super().__init__(backend, norm)
+        # Other layers might mix positions, and would see only a slice.
         require_type("norm", norm, LayerNorm, RMSNorm)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Normalise x, and save the norm's saved values."""
         return self.whole.forward(p, x, context)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the parameters' gradients, summed over the ranks. Collective."""
         targets = {name: g[name] for name in self.whole_parameters}
         first = next(iter(targets.values()))
@@ -103,6 +101,7 @@ class SequenceParallelPositionalEmbedding(SplitLayer):
         """Return the input's shape (S, width), with S t at most the context length."""
         whole = input_shape
         if input_shape:
+            # The table must reach to the last rank's positions.
             whole = (input_shape[0] * self.backend.world_size, *input_shape[1:])
         self.whole.output_shape(whole)
         return input_shape
@@ -111,7 +110,7 @@ class SequenceParallelPositionalEmbedding(SplitLayer):
         """Return one addition for each element of the slice."""
         return math.prod(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Add the positions' vectors to each sample's slice, and save nothing.
 
         Raises
@@ -129,12 +128,14 @@ class SequenceParallelPositionalEmbedding(SplitLayer):
         start = self.backend.rank * x.shape[1]
         return added(x, p["weight"][start : start + x.shape[1]]), None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return ``dy`` itself; pending is its sum over the batch, an array of its own."""
         return dy, wide(dy).sum(axis=0)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add all ranks' sums to the first T rows. Collective."""
+        # In the order of ranks, which is that of positions. A gather suffices: no two ranks share
+        # one.
         whole_TD = self.backend.all_gather(pending)
         dw_TD = g["weight"][: whole_TD.shape[0]]
         dw_TD += whole_TD
@@ -166,13 +167,14 @@ class SequenceParallelDropout(SplitLayer):
         require_type("dropout", dropout, Dropout)
         self.dropout = dropout
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Mask x of shape (B, T / t, ...), and save the mask, which takes a byte per element."""
         if not (context.training and self.is_random):
             return x, None
         # The elements of a slice of the sequence are consecutive in each sample.
         own, ranks, rank = math.prod(x.shape[1:]), self.backend.world_size, self.backend.rank
         part = (rank * own, (rank + 1) * own)
+        # The elements of the whole sample, which decide the counts of the generator.
         stream = MaskStream(context, ranks * own, self.dropout.rate, part)
         return self.dropout.mask_by(x, stream)
 
@@ -224,7 +226,7 @@ class TensorParallelDropout(SplitLayer):
         self.split.require_local("TensorParallelDropout", input_shape, self.backend.rank)
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Mask x of shape (B, ..., local size), and save the mask of a byte per element."""
         if not (context.training and self.is_random):
             return x, None
@@ -232,9 +234,10 @@ class TensorParallelDropout(SplitLayer):
         leading = x.shape[1:-1]
         stream = MaskStream(context, math.prod(leading) * size, self.dropout.rate)
 
-        def next_masks(samples: int) -> np.ndarray[Any, Any]:
+        def next_masks(samples: int) -> Array:
+            # Some samples at a time, as `Dropout.mask` asks, so that whole masks stay small.
             whole = stream.next_masks(samples).reshape(samples, *leading, size)
-            own: np.ndarray[Any, Any] = self.split.take(whole, rank)
+            own: Array = self.split.take(whole, rank)
             return own.reshape(samples, math.prod(x.shape[1:]))
 
         return self.dropout.mask(x, next_masks)

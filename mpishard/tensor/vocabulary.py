@@ -10,9 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, as_flag, chunks, is_device_array, require_type, wide
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    Scalar,
+    as_flag,
+    chunks,
+    is_device_array,
+    require_type,
+    wide,
+)
 from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.contracts import ILossFunction, LayerCategory
+from mpishard.contracts import ILossFunction, LayerCategory, Saved
 from mpishard.nn import (
     Context,
     CrossEntropy,
@@ -93,11 +102,12 @@ class VocabularyParallelEmbedding(SplitLayer):
             input_shape = (local_length(self.backend, time), *input_shape[1:])
         return super().output_shape(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Look up integer tokens of any shape, and save them. Collective.
 
         The errors raised are those of `check_input`.
         """
+        # All ranks have the same tokens, so that all refuse them alike, before the sum.
         self.check_input(x)
         local, is_here = self._localize(x)
         # Tokens of other ranks read row 0 here, and are then cleared: this takes only one lookup.
@@ -106,13 +116,14 @@ class VocabularyParallelEmbedding(SplitLayer):
         saved = x if context.training else None
         if self.sequence_parallel:
             return reduce_scatter_time(self.backend, y), saved
+        # In place: the lookup has made y.
         return self.backend.all_reduce(y), saved
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[None, Saved]:
         """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add each row of dy to the gradient of its token's row, if this rank has that row.
 
         The order of additions is the same in every run. Collective with ``sequence_parallel``.
@@ -196,7 +207,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[float, float, Saved]:
         """Return sum and weight for this rank's logits (..., R) and targets (...). Collective.
 
         Save the gradient itself. The errors raised are those of `check_target`, and a ValueError
@@ -209,6 +220,8 @@ class VocabularyParallelCrossEntropy(ILossFunction):
                 f"rank {self.backend.rank} has classes {low} to {high - 1} of {self.split.size}: "
                 f"its logits have shape (..., {high - low}), got {prediction.shape}"
             )
+        # Before the first collective, and with the same result on all ranks, which have the same
+        # targets.
         self.check_target((*prediction.shape[:-1], self.split.size), target)
         logits_NR = prediction.reshape(-1, high - low)
         target_N, counted_N, weight_N = self.loss.rows_of(target)
@@ -225,6 +238,8 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         # This array first has the exponentials, which are then converted to the gradient in place.
         gradient_NR = xp.empty_like(logits_NR) if training else None
         sums = self._own_sums(logits_NR, largest_N, local_N, is_here_N, gradient_NR)
+        # One all-reduce for two or three sums, because the time for short vectors is mostly
+        # latency.
         self.backend.all_reduce(sums)
         normalizer_N, expected_N = sums[0], sums[1]
         if self.loss.label_smoothing:
@@ -232,12 +247,12 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             expected_N += self.loss.label_smoothing / self.split.size * sums[2]
         log_normalizer_N = xp.log(normalizer_N)
         losses_N = log_normalizer_N - expected_N
-        slope_N = 1.0
+        slope_N: Scalar = 1.0
         if self.loss.z_loss:
             log_normalizer_N += largest_N  # This makes it log(Z).
             losses_N += self.loss.z_loss * xp.square(log_normalizer_N)
             slope_N = 1.0 + 2.0 * self.loss.z_loss * log_normalizer_N
-        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=xp.float64))
+        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=np.float64))
         weight = float(weight_N.sum())
         if gradient_NR is None:
             return total, weight, None
@@ -269,6 +284,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
                 largest_N[rows, None],
                 out=None if exponentials_NR is None else exponentials_NR[rows],
             )
+            # Read before the exponentials overwrite it.
             chosen = shifted[xp.arange(shifted.shape[0]), local_N[rows]]
             sums[1, rows] = xp.where(is_here_N[rows], chosen, 0)
             if self.loss.label_smoothing:
@@ -292,15 +308,17 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             gradient = gradient_NR[rows]
             gradient *= factor_N[rows, None]
             if smoothing:
+                # Weights are float64, and would not be subtracted from float32 in place.
                 evenly = (smoothing / self.split.size * weight_N[rows]).astype(dtype)
                 gradient -= evenly[:, None]
             index = (xp.arange(gradient.shape[0]), local_N[rows])
             own = is_here_N[rows] * weight_N[rows]
             gradient[index] -= ((1.0 - smoothing) * own).astype(dtype)
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return this rank's slice of the gradient of `mpishard.nn.CrossEntropy`."""
-        return saved
+        gradient: Array = saved
+        return gradient
 
 
 class GatheredOutputLoss(ILossFunction):
@@ -339,7 +357,7 @@ class GatheredOutputLoss(ILossFunction):
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
+    ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight for this rank's slice (..., R) of the predictions. Collective."""
         whole = self.split.gather(self.backend, prediction)
         # A user's loss that is only trained with need not have the parameter ``training``.
@@ -349,7 +367,7 @@ class GatheredOutputLoss(ILossFunction):
             else self.loss.forward(whole, target, training=False)
         )
 
-    def backward(self, saved: Any) -> Array:
+    def backward(self, saved: Saved) -> Array:
         """Return the gradient of this rank's slice."""
         return self.split.take(self.loss.backward(saved), self.backend.rank)
 
@@ -374,6 +392,7 @@ def parallel_loss(
         A `VocabularyParallelCrossEntropy` for a `mpishard.nn.CrossEntropy`. For any other loss,
         including subclasses of it, a `GatheredOutputLoss`.
     """
+    # The exact type: a subclass may compute another loss, which only whole logits give.
     if type(loss) is CrossEntropy:
         return VocabularyParallelCrossEntropy(backend, loss, classes)
     return GatheredOutputLoss(backend, loss, classes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array
+from mpishard.base import Array, DType
 from mpishard.communication import DTYPES, CommunicationBackend, ReductionOperation
 
 SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
@@ -38,6 +38,7 @@ def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array
         MIN: np.minimum,
         MAX: np.maximum,
     }[operation]
+    # The oracle shares no code with `TreeReducer`, so that an error there cannot hide itself.
     slots = [array.astype(wide) for array in arrays]
     stride = 1
     with np.errstate(all="ignore"):
@@ -86,7 +87,7 @@ def expected_result(
 
 def right_calls(
     backend: CommunicationBackend, array: Array, root: int = 0
-) -> dict[str, tuple[Any, ...]]:
+) -> dict[str, tuple[object, ...]]:
     """Return the arguments of a right call of each collective with ``array``, by its name."""
     rooted = array if backend.rank == root else None
     return {
@@ -117,23 +118,25 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     assert actual is not None, f"{what}: got None"
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, not {expected.dtype}"
+    # As bytes, because -0.0 equals 0.0 in a comparison of numbers.
     if actual.tobytes() != expected.tobytes():
         both_nan = np.isnan(actual) & np.isnan(expected)
         sides = [np.where(both_nan, np.zeros((), a.dtype), a) for a in (actual, expected)]
         assert sides[0].tobytes() == sides[1].tobytes(), f"{what}: {actual} is not {expected}"
 
 
-def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
+def values(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
     """Return the input of ``rank``, which every rank can compute, as a new array."""
     return _drawn(dtype, shape, rank, salt).copy()
 
 
 @functools.lru_cache(maxsize=1024)  # to draw an array takes longer than most collectives on it
-def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
+def _drawn(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
     generator = np.random.default_rng([rank, salt, 7])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
     if dtype.kind in "iu":
+        # Sums may wrap in 8 bits, which gives the same bits in every order.
         return generator.integers(0, 100, shape).astype(dtype)
     real = generator.standard_normal(shape)
     if dtype.kind == "c":
@@ -156,12 +159,13 @@ def even_sizes(length: int, world_size: int) -> list[int]:
 
 def shapes(world_size: int) -> list[tuple[int, ...]]:
     """Return shapes: empty, shorter than the world, about its size, long, of several dims."""
+    # About the world size lie the lengths at which a rank has no element, or one more than others.
     lengths = sorted({0, 1, world_size - 1, world_size, world_size + 1, 1000})
     return [(n,) for n in lengths] + [(0, 3), (world_size + 2, 3), (5, 0), (7, 2, 3)]
 
 
 def assert_raises(
-    kind: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any
+    kind: type[Exception], call: Callable[..., object], *args: object, **kwargs: object
 ) -> str:
     """Return the message of the error that ``call`` raises, which must be a ``kind``."""
     try:
@@ -180,18 +184,18 @@ class CommunicationChecks:
         The dtypes that the backend can send. Default: all of the contract.
     """
 
-    def __init__(self, dtypes: Sequence[np.dtype[Any]] = DTYPES) -> None:
+    def __init__(self, dtypes: Sequence[DType] = DTYPES) -> None:
         self.dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
         if not self.dtypes:
             raise ValueError("dtypes must name one dtype or more: without one nothing is checked")
 
-    def _cases(self, world: int) -> Iterator[tuple[np.dtype[Any], tuple[int, ...]]]:
+    def _cases(self, world: int) -> Iterator[tuple[DType, tuple[int, ...]]]:
         for dtype in self.dtypes:
             for shape in shapes(world):
                 yield dtype, shape
 
 
-def operations(dtype: np.dtype[Any]) -> list[ReductionOperation]:
+def operations(dtype: DType) -> list[ReductionOperation]:
     """Return the operations that have a meaning for ``dtype``."""
     found = [ReductionOperation.SUM, ReductionOperation.PRODUCT]
     if dtype.kind != "c":
@@ -227,6 +231,7 @@ class ReductionChecks(CommunicationChecks):
         for dtype, shape in self._cases(world):
             inputs = [values(dtype, shape, peer, 1) for peer in range(world)]
             even = even_sizes(shape[0], world)
+            # The most uneven counts: every other rank has an empty piece.
             all_on_last = [0] * (world - 1) + [shape[0]]
             for operation in operations(dtype) if len(shape) == 1 else [SUM]:
                 what = f"reduce_scatter {operation.name} {dtype.name}{list(shape)}"
@@ -254,6 +259,8 @@ class ReductionChecks(CommunicationChecks):
             for length in (3, 3000):
                 added = np.full(length, much if rank == 0 else 1.0).astype(dtype)
                 total = np.full(length, much + world - 1.0)
+                # The first product overflows float16, and the third factor brings it back into its
+                # range.
                 factor = {0: high, 1: 2.0, 2: 0.5}.get(rank, 1.0) if world > 2 else high**rank
                 cases = [
                     (SUM, added, total),
@@ -333,6 +340,7 @@ class MovementChecks(CommunicationChecks):
     def check_broadcast(self, backend: CommunicationBackend) -> None:
         """Broadcasts from every root, to ranks that bring an array and ranks that bring None."""
         for dtype, shape in self._cases(backend.world_size):
+            # Another root for each shape, so that all ranks are roots.
             root = (len(shape) + shape[0]) % backend.world_size
             expected = values(dtype, shape, root, 3)
             for brings in (False, True):
@@ -381,7 +389,7 @@ class MovementChecks(CommunicationChecks):
         """Exchanges of parts of any shape, empty ones among them."""
         world, rank = backend.world_size, backend.rank
 
-        def part(dtype: np.dtype[Any], source: int, target: int) -> Array:
+        def part(dtype: DType, source: int, target: int) -> Array:
             shape = ((source + 2 * target) % 4, 1 + target) if source % 2 else (source * 40,)
             return values(dtype, shape, source, 6 + target)
 
@@ -398,6 +406,7 @@ class MovementChecks(CommunicationChecks):
         for late in range(world):
             if rank == late:
                 time.sleep(0.002)
+            # Before the barrier on the late rank, too: no rank may leave before this moment.
             came = time.monotonic()
             backend.barrier()
             went = time.monotonic()

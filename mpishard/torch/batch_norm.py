@@ -32,7 +32,7 @@ class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
     """Sum over ranks, whose backward pass sums the gradients over ranks, at every order."""
 
     @staticmethod
-    def forward(context: Any, ranks: Ranks, values: Any) -> Any:
+    def forward(context: Any, ranks: Ranks, values: torch.Tensor) -> torch.Tensor:
         context.ranks = ranks
         # The copy is overwritten by the sum.
         copied = values.detach().clone(memory_format=torch.contiguous_format)
@@ -56,11 +56,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
 
     ranks: Ranks | None = None
 
-    def _check_input_dim(self, x: Any) -> None:
+    def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:
             raise ValueError(f"batch normalisation needs 2 dims or more, got {x.dim()}")
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x of shape (B, C, ...). Collective in training mode."""
         self._check_input_dim(x)
         mean, weight = self.running_mean, self.weight
@@ -95,11 +95,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
             y = y * self.weight.view(shape) + self.bias.view(shape)
         return y.to(dtype)
 
-    def _over_ranks(self, values: Any) -> Any:
+    def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.ranks is None else _SumOverRanks.apply(self.ranks, values)
 
 
-def convert_sync_batchnorm(module: Any) -> Any:
+def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     """Convert a module's batch normalisation, so that it uses the samples of all ranks.
 
     It works like ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``: parameters and buffers stay

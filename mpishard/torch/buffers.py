@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +29,13 @@ class Buffers:
         Ids of the parameters that are in the flat vector.
     """
 
-    def __init__(self, module: Any, placed: set[int]) -> None:
+    def __init__(self, module: torch.nn.Module, placed: set[int]) -> None:
         self._module = module
         others = {n: p for n, p in module.named_parameters() if id(p) not in placed}
         self._parameters = {name: others[name] for name in sorted(others)}
         self._known = self._checksum()
 
-    def deal(self, backend: CommunicationBackend) -> None:
+    def distribute(self, backend: CommunicationBackend) -> None:
         """Send all tensors of rank 0 to every rank. Collective.
 
         Raises
@@ -53,7 +52,7 @@ class Buffers:
         _send([*self._parameters.values()], backend)
         self._take_rank_zeros(backend)
 
-    def _tensors(self) -> dict[str, Any]:
+    def _tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the buffers that the module has now, by name; some may be None."""
         found = {
             f"{prefix}.{name}" if prefix else name: tensor
@@ -63,7 +62,7 @@ class Buffers:
         # Ranks may have registered them in another order.
         return {name: found[name] for name in sorted(found)}
 
-    def _present(self) -> dict[str, Any]:
+    def _present(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self._tensors().items() if tensor is not None}
 
     def _forms(self) -> dict[str, str]:
@@ -74,7 +73,7 @@ class Buffers:
         checksum = zlib.crc32(repr(self._forms()).encode())
         for tensor in self._present().values():
             if _is_sendable(tensor):
-                checksum = zlib.crc32(_bytes_of(tensor), checksum)
+                checksum = zlib.crc32(_bytes_of(tensor).data, checksum)
         return checksum
 
     def have_changed(self) -> bool:
@@ -108,7 +107,7 @@ class Buffers:
         _send([*self._present().values()], backend)
         self._known = self._checksum()
 
-    def settle(self, backend: CommunicationBackend) -> bool:
+    def share_changed_state(self, backend: CommunicationBackend) -> bool:
         """Send the buffers of rank 0 to every rank if any rank's have changed. Collective.
 
         Returns
@@ -135,7 +134,7 @@ _OWN = (
 )
 
 
-def form_of(tensor: Any) -> str:
+def form_of(tensor: torch.Tensor) -> str:
     """Return dtype and shape of a tensor, and its kind if it is not plain; or "None"."""
     if tensor is None:
         return "None"
@@ -143,24 +142,25 @@ def form_of(tensor: Any) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}{kind}".replace("torch.", "")
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is strided, neither quantised nor of a subclass (distributed)."""
     # The data of a plain parameter have the type Tensor.
     is_whole = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
     return is_whole and not tensor.is_quantized
 
 
-def _is_sendable(tensor: Any) -> bool:
+def _is_sendable(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and tensor.device.type == "cpu"
 
 
-def _bytes_of(tensor: Any) -> Array:
+def _bytes_of(tensor: torch.Tensor) -> Array:
     """Return the bytes of a plain tensor, without a copy if it is contiguous."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy()
+    memory: Array = values.reshape(-1).view(torch.uint8).numpy()
+    return memory
 
 
-def write(tensor: Any, values: Any) -> None:
+def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values to a tensor, which may be expanded, or of PyTorch's inference mode."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     is_expanded = any(size > 1 and not stride for size, stride in strides)
@@ -171,7 +171,7 @@ def write(tensor: Any, values: Any) -> None:
             tensor.copy_(values)
 
 
-def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
+def _send(tensors: Sequence[torch.Tensor], backend: CommunicationBackend) -> None:
     if not tensors or backend.world_size == 1:
         return
     # All tensors are sent as bytes in one message, whatever their dtypes and strides.

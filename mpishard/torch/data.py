@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from mpishard.base import ShardingError, as_count
+from mpishard.base import Array, ShardingError, as_count
 from mpishard.communication import CommunicationBackend
 from mpishard.torch.world import current_world
 
@@ -48,7 +48,7 @@ class Training:
             order = (epoch, loader.sampler.seed) if loader.sampler.shuffle else None
             self._taken.add(((len(loader.dataset), loader.batch_size), order))
 
-    def marks(self) -> np.ndarray[Any, Any]:
+    def marks(self) -> Array:
         """Return the bytes that ranks compare, which compute the maximum of each."""
         # A thread that loads ahead may end a pass before `end_backward`.
         self._compared, self.undecided = self.undecided, {}
@@ -61,7 +61,7 @@ class Training:
         is_unclear = len(set(sizes)) < len(sizes)
         return np.concatenate([own, 255 - own, np.array([is_unclear], np.uint8)])
 
-    def end_backward(self, largest: np.ndarray[Any, Any]) -> None:
+    def end_backward(self, largest: Array) -> None:
         """Count a backward pass. ``largest`` is the maximum of all ranks' `marks`.
 
         Compared passes are epochs if all ranks have made the same.

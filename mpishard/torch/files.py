@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpishard import checkpoint
-from mpishard.base import Array, as_integer, settings
+from mpishard.base import Array, Document, DType, Metadata, as_integer, settings
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (
@@ -26,11 +26,11 @@ from mpishard.torch.beside import (
 )
 from mpishard.torch.optimizer import (
     is_elementwise,
-    numbered_parts,
-    parts_of,
+    numbered_parameters,
+    owned_parameters,
     states_of_numbers,
 )
-from mpishard.torch.parameters import Part
+from mpishard.torch.parameters import OwnedParameter
 from mpishard.torch.sharded import ShardedModule, module_of
 
 _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's metadata.
@@ -38,12 +38,12 @@ _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's met
 
 def save(
     path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     *,
     step: int = 0,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Save a sharded model, with its optimizer and scheduler. Collective.
 
@@ -92,8 +92,11 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], model: Any, optimizer: Any = None, scheduler: Any = None
-) -> dict[str, Any]:
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+) -> Document:
     """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
 
     If it raises, nothing has changed on any rank, unless a disk fails between two reads. To find
@@ -152,7 +155,7 @@ class _ModelView:
         return self._owner.layout.subject
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         return self._owner.layout.dtype
 
     def parameters(self) -> Sequence[ParameterEntry]:
@@ -162,14 +165,14 @@ class _ModelView:
         return self._regions(self._owner.layout.pieces())
 
     def arrays_to_read(self) -> checkpoint.Pieces:
-        return self._regions(self._owner.parameters.held)
+        return self._regions(self._owner.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Any]) -> checkpoint.Pieces:
         owned = self._owner.parameters.owned(pieces)
         parts = [(piece.start, values) for piece, values in zip(pieces, owned, strict=True)]
         return {"parameters": self._owner.placement.cut(parts)}
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         owner = self._owner
         beside = {"model": saved_state(owner.placed)}
         if self._optimizer is not None:
@@ -183,7 +186,7 @@ class _ModelView:
             _BESIDE: to_text(beside) if owner.backend.rank == 0 else "",
         }
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Metadata) -> None:
         """Load the state beside arrays and undo it, so that errors come before any change."""
         if _BESIDE not in metadata:
             raise ValueError(
@@ -204,14 +207,14 @@ class _ModelView:
                 undone.enter_context(_scheduler_unchanged(self._scheduler))
             self._take(beside)
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         # Rounded copies and gathered units are older than the arrays that were read.
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()
         self._take(beside_in(metadata[_BESIDE]))
 
-    def _take(self, beside: Mapping[str, Any]) -> None:
+    def _take(self, beside: Metadata) -> None:
         take_state(self._owner.placed, beside["model"])
         if self._optimizer is not None:
             self._optimizer.take(beside["optimizer"])
@@ -221,7 +224,7 @@ class _ModelView:
 
 
 @contextmanager
-def _attributes_unchanged(changed: Any) -> Iterator[None]:
+def _attributes_unchanged(changed: object) -> Iterator[None]:
     """Undo, after the ``with`` statement, assignments to attributes."""
     before = dict(vars(changed))
     try:
@@ -251,14 +254,16 @@ class _OptimizerView:
     other states are in `settings`.
     """
 
-    def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
+    def __init__(self, owner: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
         self._owner = owner
         self.optimizer = optimizer
-        parts = parts_of(optimizer)
+        parts = owned_parameters(optimizer)
         rule = getattr(optimizer, "rule", None)
         name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
         self._prefix = f"optimizer/{name}/"
-        self._parts: list[Part] = [part for _, part in numbered_parts(parts, optimizer)]
+        self._parts: list[OwnedParameter] = [
+            part for _, part in numbered_parameters(parts, optimizer)
+        ]
         strange = [part.entry.name for part in self._parts if part.owner is not owner]
         if strange:
             raise ValueError(
@@ -268,13 +273,13 @@ class _OptimizerView:
         self._read: dict[str, dict[int, Any]] = {}
         self._of_numbers = states_of_numbers(optimizer)
 
-    def checkpoint_view(self, model: Any) -> Any:
+    def checkpoint_view(self, model: torch.nn.Module) -> Any:
         return self
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         return {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Do nothing, because the model's view restores the optimizer by `take`."""
 
     def arrays_to_write(self) -> checkpoint.Pieces:
@@ -307,7 +312,7 @@ class _OptimizerView:
                 flat = value.detach().reshape(-1).numpy()
                 yield start, flat[start - part.start : stop - part.start]
 
-    def expect(self, kinds: Mapping[str, np.dtype[Any]]) -> None:
+    def expect(self, kinds: Mapping[str, DType]) -> None:
         """Allocate this rank's parts of the states that a checkpoint has.
 
         An optimizer of PyTorch makes its states at its first step. Until then only the checkpoint
@@ -329,7 +334,7 @@ class _OptimizerView:
             for key, values in self._read.items()
         }
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """Return the groups, with names of parameters, and the states that are not arrays."""
         rest = {
             part.entry.name: {
@@ -344,14 +349,14 @@ class _OptimizerView:
         }
         return {"param_groups": self._groups(), "state": rest}
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Document]:
         parts = iter(self._parts)
         return [
             {**group, "params": [next(parts).entry.name for _ in group["params"]]}
             for group in self.optimizer.param_groups
         ]
 
-    def take(self, settings: Mapping[str, Any]) -> None:
+    def take(self, settings: Metadata) -> None:
         """Load the arrays that were read, and ``settings``, into the optimizer."""
         saved = [group["params"] for group in settings["param_groups"]]
         here = [group["params"] for group in self._groups()]

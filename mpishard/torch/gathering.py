@@ -15,7 +15,7 @@ from mpishard.base import BFLOAT16, Array, CollectiveMismatchError, ShardingErro
 from mpishard.communication import Work, called_as
 from mpishard.models import ShardedParameters
 from mpishard.observe import MemoryCategory
-from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter
+from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter, StateDict
 from mpishard.torch.placed import tensor_of
 
 # Number of units in memory: the unit in use, and the one before, as modules often alternate.
@@ -71,7 +71,7 @@ class GatheredUnits:
         self._last_two: tuple[int | None, int | None] = (None, None)
         self._predicted: dict[tuple[int | None, int | None], int | None] = {}
 
-    def tensor(self, unit: int) -> Any:
+    def tensor(self, unit: int) -> torch.Tensor:
         """Return the tensor of a unit's full parameters, which has memory only while gathered."""
         return self._tensors[unit]
 
@@ -117,7 +117,7 @@ class GatheredUnits:
         memory.owner = storage
         full = np.frombuffer(memory, layout.dtype)
         layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
-        (own,) = self._store.owned([self._store.held[unit]])
+        (own,) = self._store.owned([self._store.local_pieces[unit]])
         subject = layout.subjects[unit]
         gather = layout.backend.all_gather_async(own, out=full, subject=subject)
         self._coming = unit, full, gather
@@ -154,7 +154,7 @@ class GatheredUnits:
                 "parameters before shard()"
             )
 
-    def broadcast(self, view: Any) -> None:
+    def broadcast(self, view: torch.Tensor) -> None:
         """Give every rank rank 0's values of a view, which each rank has drawn. Collective."""
         backend = self._store.layout.backend
         view.copy_(
@@ -174,7 +174,7 @@ class GatheredUnits:
 
     def _free(self, units: Iterable[int]) -> None:
         for unit in units:
-            full, held = self._resident.pop(unit), self._store.held[unit]
+            full, held = self._resident.pop(unit), self._store.local_pieces[unit]
             # User code may have changed the full tensor, alike on every rank: for instance an
             # initialisation. This rank's piece takes the change.
             (own,) = self._store.owned([held])
@@ -258,13 +258,15 @@ def _follow(
 
 
 @called_as("backward()")
-def _before_backward(uses: Sequence[Callable[..., None]], _gradients: Any) -> None:
+def _before_backward(uses: Sequence[Callable[..., None]], _gradients: object) -> None:
     """Gather units before autograd differentiates an operation that used them. Collective."""
     for use in uses:
         use(is_training=True)
 
 
-def give_whole_tensors(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def give_whole_tensors(
+    _module: torch.nn.Module, state: StateDict, prefix: str, _metadata: object
+) -> None:
     """Replace the views in a ``state_dict()``, whose memory is freed later, by copies. Collective.
 
     Every rank gets all parameters.

@@ -18,23 +18,28 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.base import ShardingError, settings
+from mpishard.base import Array, ShardingError, settings
 from mpishard.communication import CommunicationBackend, called_as, differences
 from mpishard.observe import span
 from mpishard.optimizers import (
     Constant,
     Optimizer,
-    OwnedRange,
+    PieceViews,
     Segment,
     UpdateContext,
     count_missed,
     missed_by,
 )
-from mpishard.torch.parameters import GradientPiece, Part, PlacedParameter
-from mpishard.torch.sharded import ShardedModule, module_of, part_of
+from mpishard.torch.parameters import (
+    GradientPiece,
+    OwnedParameter,
+    PlacedParameter,
+    StateDict,
+)
+from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
 
-def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
+def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
     """Return the p-norm of the gradients over all parts and ranks. Collective."""
     is_largest = math.isinf(order)
     add = max if is_largest else operator.add
@@ -106,7 +111,7 @@ def clip_grad_norm_(
         parts = module_of(parameters).parts
     else:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        parts = [part_of(parameter) for parameter in given if parameter.requires_grad]
+        parts = [owned_parameter(parameter) for parameter in given if parameter.requires_grad]
     owners = list(dict.fromkeys(part.owner for part in parts))
     for owner in owners:
         owner.require_reduced("clip_grad_norm_()")
@@ -139,7 +144,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Tensors of parts, or one group of them.
     rule : Optimizer
         Rule of `mpishard.optimizers`.
-    parts : mapping of int to Part
+    parts : mapping of int to OwnedParameter
         The parts, by the id of their tensors.
 
     Raises
@@ -150,7 +155,9 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         If the rule searches along a line.
     """
 
-    def __init__(self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, Part]) -> None:
+    def __init__(
+        self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, OwnedParameter]
+    ) -> None:
         if rule.searches:
             raise TypeError(
                 f"{type(rule).__name__} computes the loss several times a step; loops of PyTorch "
@@ -166,7 +173,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         rule.checked_options.check_patterns(self._names)
         self._frozen = rule.checked_options.frozen_among(self._names)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: StateDict) -> None:
         """Add the only group, and refuse a second one."""
         if self.param_groups:
             raise ValueError(
@@ -210,12 +217,12 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         count_missed(unused, group["numbers"])
         group["steps"] += 1
 
-    def _range(self, part: Part) -> OwnedRange:
+    def _range(self, part: OwnedParameter) -> PieceViews:
         state = self.state[part.tensor]
         for name in self.rule.needed_state():
             if name not in state:
                 state[name] = torch.zeros_like(part.tensor)
-        return OwnedRange(
+        return PieceViews(
             _flat(part.tensor),
             _flat(part.tensor.grad),
             {name: _flat(vector) for name, vector in state.items()},
@@ -224,9 +231,9 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
 
 
-def _flat(tensor: Any) -> np.ndarray[Any, Any]:
+def _flat(tensor: torch.Tensor) -> Array:
     """Return the elements of a contiguous tensor as a vector in the same memory."""
-    values: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
+    values: Array = tensor.detach().reshape(-1).numpy()
     return values
 
 
@@ -283,7 +290,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
                 f"the steps of {kind.__name__} need a closure, which computes the loss several "
                 "times a step; sharded models take optimizers that update once after a backward()"
             )
-    parts: dict[int, Part] = {}
+    parts: dict[int, OwnedParameter] = {}
     groups = _groups(parameters, parts)
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
     if not owners:
@@ -296,7 +303,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
                 f"{', '.join(options)}: the settings of {type(kind).__name__} are given when it "
                 "is made"
             )
-        made: Any = RuleOptimizer(groups, kind, parts)
+        made: torch.optim.Optimizer = RuleOptimizer(groups, kind, parts)
     else:
         _require_elementwise(kind, options, owners)
         made = kind(groups, **options)
@@ -315,13 +322,13 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
 
 
 def _add_group(
-    made: Any,
+    made: torch.optim.Optimizer,
     options: Mapping[str, Any],
     owners: list[ShardedModule],
-    param_group: Mapping[str, Any],
+    param_group: StateDict,
 ) -> None:
     """Add a group of parameters of sharded models to the optimizer ``made``."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, OwnedParameter] = {}
     (group,) = _groups([param_group], parts)
     everyone = list(dict.fromkeys([*owners, *(part.owner for part in parts.values())]))
     if not isinstance(made, RuleOptimizer):  # Rules update ranges of parameters correctly.
@@ -331,7 +338,7 @@ def _add_group(
     owners[:] = everyone
 
 
-def parts_of(made: Any) -> dict[int, Part]:
+def owned_parameters(made: torch.optim.Optimizer) -> dict[int, OwnedParameter]:
     """Return the parts that an optimizer updates, by the id of their tensors.
 
     Raises
@@ -339,7 +346,7 @@ def parts_of(made: Any) -> dict[int, Part]:
     TypeError
         If `optimizer` has not made the optimizer.
     """
-    parts: dict[int, Part] | None = getattr(made, "_mpishard_parts", None)
+    parts: dict[int, OwnedParameter] | None = getattr(made, "_mpishard_parts", None)
     if parts is None:
         raise TypeError(
             f"{type(made).__name__} is not an optimizer of a sharded model; "
@@ -348,13 +355,13 @@ def parts_of(made: Any) -> dict[int, Part]:
     return parts
 
 
-def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
+def _groups(parameters: Any, parts: dict[int, OwnedParameter]) -> list[Any]:
     """Return the groups with tensors of this rank's parts, and add the parts to ``parts``."""
 
-    def own(parameter: Any) -> Any:
+    def own(parameter: torch.Tensor) -> Any:
         if isinstance(parameter, tuple):  # A (name, parameter) of named_parameters().
             return parameter[0], own(parameter[1])
-        part = part_of(parameter)
+        part = owned_parameter(parameter)
         parts[id(part.tensor)] = part
         return part.tensor
 
@@ -419,7 +426,9 @@ _NEEDS_WHOLE = (
 
 
 @called_as("optimizer.step()")
-def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
+def _before_step(
+    owners: list[ShardedModule], made: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
     """Check, before a step, that gradients are complete and all ranks have the same settings.
 
     The hook is collective: after it no rank reads parameters. It also releases gathered units.
@@ -469,19 +478,21 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     owners[0].passes.part_of_step.enter_context(span("update"))
 
 
-def _checksum_of_parameters(made: Any) -> int:
+def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
     """Return a checksum of the parameters in each group, in their order."""
-    parts = [part for _, part in numbered_parts(made._mpishard_parts, made)]
+    parts = [part for _, part in numbered_parameters(made._mpishard_parts, made)]
     lengths = [len(group["params"]) for group in made.param_groups]
     numbers = [(part.owner.layout.subject, part.index) for part in parts]
     return zlib.crc32(repr((lengths, numbers)).encode())
 
 
-def _refuse_other_parameters(checksums: Any, made: Any, backend: CommunicationBackend) -> None:
+def _refuse_other_parameters(
+    checksums: Any, made: torch.optim.Optimizer, backend: CommunicationBackend
+) -> None:
     """Refuse parameters that differ between ranks, by the ranks' checksums. Collective then."""
     if (checksums == checksums[0]).all():
         return
-    parts = iter(numbered_parts(made._mpishard_parts, made))
+    parts = iter(numbered_parameters(made._mpishard_parts, made))
     names = {
         f"parameter {place} of group {number}": next(parts)[1].entry.name
         for number, group in enumerate(made.param_groups)
@@ -495,27 +506,27 @@ def _refuse_other_parameters(checksums: Any, made: Any, backend: CommunicationBa
 
 
 @called_as("optimizer.step()")
-def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
+def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: Any) -> None:
     """Publish, after a step, the parameters that each rank has updated. Collective."""
     for owner in owners:
         owner.publish()
     record("parameters", made)
 
 
-def _refuse_others(made: Any, *_: Any) -> None:
+def _refuse_others(made: torch.optim.Optimizer, *_: object) -> None:
     """Refuse, before a step of any optimizer, to update parameters that other ranks own."""
     if hasattr(made, "_mpishard_parts"):
         return
     for group in made.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, PlacedParameter):
-                parameter._part.refuse_optimizer(type(made).__name__)
+                parameter._stored.refuse_optimizer(type(made).__name__)
 
 
 register_optimizer_step_pre_hook(_refuse_others)
 
 
-def record(kind: str, made: Any) -> None:
+def record(kind: str, made: torch.optim.Optimizer) -> None:
     """Write this rank's parts of a step's "gradients" or "parameters" for ``mpishard verify``.
 
     Nothing is written in other runs.
@@ -545,20 +556,22 @@ def record(kind: str, made: Any) -> None:
         raise SystemExit(0)
 
 
-def numbered_parts(parts: Mapping[int, Part], made: Any) -> Iterator[tuple[int, Part]]:
+def numbered_parameters(
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer
+) -> Iterator[tuple[int, OwnedParameter]]:
     """Yield each parameter's number in a state dict of an optimizer, and its part."""
     tensors = (tensor for group in made.param_groups for tensor in group["params"])
     for number, tensor in enumerate(tensors):
         yield number, parts[id(tensor)]
 
 
-def states_of_numbers(made: Any) -> frozenset[str]:
+def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
     """Return the names of states with a value for each element, for parameters of shape ().
 
     Other states, such as a count of steps, may have the shape () as well. The names are therefore
     found by a trial step with a vector. If no parameter has the shape (), the set is empty.
     """
-    if all(part.entry.shape for part in parts_of(made).values()):
+    if all(part.entry.shape for part in owned_parameters(made).values()):
         return frozenset()
     if isinstance(made, RuleOptimizer):
         return frozenset(made.rule.needed_state())
@@ -574,7 +587,7 @@ def states_of_numbers(made: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
+def is_elementwise(key: str, value: object, shape: object, of_numbers: Collection[str]) -> bool:
     """Return True if a state has a value for each element of a tensor of ``shape``.
 
     ``of_numbers`` has the names that `states_of_numbers` returns.
@@ -585,21 +598,23 @@ def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]
 
 
 def _changed_states(
-    parts: Mapping[int, Part],
-    made: Any,
-    state_dict: Mapping[str, Any],
-    change: Callable[[Part, str, Any], Any],
+    parts: Mapping[int, OwnedParameter],
+    made: torch.optim.Optimizer,
+    state_dict: StateDict,
+    change: Callable[[OwnedParameter, str, Any], Any],
 ) -> dict[str, Any]:
     """Return the state dict with ``change(part, key, value)`` in place of each state."""
     state = dict(state_dict["state"])
-    for number, part in numbered_parts(parts, made):
+    for number, part in numbered_parameters(parts, made):
         if number in state:
             state[number] = {key: change(part, key, v) for key, v in state[number].items()}
     return {**state_dict, "state": state}
 
 
 @called_as("optimizer.state_dict()")
-def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
+def gather_states(
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
+) -> Any:
     """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
     owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
     if owner is not None:
@@ -607,7 +622,7 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
         everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
         _refuse_other_parameters(everyone, made, owner.backend)
 
-    def whole(part: Part, key: str, value: Any) -> Any:
+    def whole(part: OwnedParameter, key: str, value: Any) -> Any:
         if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):
             return value
         owner = part.owner
@@ -619,13 +634,15 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
     return _changed_states(parts, made, state_dict, whole)
 
 
-def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
+def slice_states(
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
+) -> Any:
     """Return a state dict with this rank's parts, from one with whole states."""
     if made._mpishard_is_divided:  # Each rank has read only its parts from a checkpoint.
         return state_dict
     of_numbers = states_of_numbers(made)
 
-    def own(part: Part, key: str, value: Any) -> Any:
+    def own(part: OwnedParameter, key: str, value: Any) -> Any:
         if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
             value = value.reshape(-1)[part.in_parameter]
         # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.

@@ -15,7 +15,7 @@ from mpishard.communication import CommunicationBackend, called_as
 from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
 from mpishard.torch.buffers import Buffers, is_plain, some
-from mpishard.torch.parameters import Place, PlacedParameter, native_gradient
+from mpishard.torch.parameters import PlacedParameter, StoredParameter, native_gradient
 
 
 class PlacedModule:
@@ -49,12 +49,12 @@ class PlacedModule:
         If the module cannot be placed, or is sharded already. Nothing has changed then.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         _check(module)
         self.module = module
         first = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
         entries, start = [], 0
-        self.places: list[tuple[Any, str]] = []
+        self.places: list[tuple[torch.nn.Module, str]] = []
         seen = set()
         for prefix, inner in module.named_modules():
             for name, parameter in inner._parameters.items():
@@ -88,7 +88,7 @@ class PlacedModule:
                 values = parameter.detach().reshape(-1).numpy()
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
-    def place(self, index: int, flat: Any) -> None:
+    def place(self, index: int, flat: torch.Tensor) -> None:
         """Make a parameter, which nobody holds then, a view of ``flat``, a tensor of shape (size,).
 
         The object stays the same and changes its class, because the module and the user refer to
@@ -96,29 +96,31 @@ class PlacedModule:
         """
         parameter = self.parameters[index]
         parameter.__class__ = self._kinds[index]
-        vars(parameter).pop("_part", None)
+        vars(parameter).pop("_stored", None)
         parameter.data = flat.view(self.entries[index].shape)
         self._storages[index] = _storage_of(parameter)
 
     def hold(
         self,
         units: Sequence[Unit],
-        make_part: Callable[..., Place],
+        make_stored: Callable[..., StoredParameter],
         kind: type[PlacedParameter] = PlacedParameter,
     ) -> None:
         """Let ranks change the parameters, which were placed, together, as parameters of ``kind``.
 
-        ``make_part(index, entry, unit, parameter)`` returns the place of each.
+        ``make_stored(index, entry, unit, parameter)`` returns the place of each.
         """
         numbered = iter(range(len(self.entries)))
         for unit in units:
             for entry, index in zip(unit.entries_of(self.entries), numbered, strict=False):
                 parameter = self.parameters[index]
-                parameter._part = make_part(index, entry, unit, parameter)
+                parameter._stored = make_stored(index, entry, unit, parameter)
                 parameter.__class__ = kind
-                parameter._part.note_version()
+                parameter._stored.note_version()
 
-    def hook(self, index: int, take: Callable[[Array | None], None]) -> Any:
+    def hook(
+        self, index: int, take: Callable[[Array | None], None]
+    ) -> torch.utils.hooks.RemovableHandle:
         """Give each gradient of a parameter to ``take``, as a vector, in place of its ``grad``.
 
         Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
@@ -163,7 +165,7 @@ class PlacedModule:
         for index, (module, name) in enumerate(self.places):
             entry, parameter = self.entries[index], self.parameters[index]
             if isinstance(parameter, PlacedParameter):
-                parameter._part.require_counted()
+                parameter._stored.require_counted()
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
@@ -184,13 +186,13 @@ class PlacedModule:
                     "steps, let it require a gradient until then"
                 )
 
-    def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+    def distribute(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's buffers, and seed the generators of ``ranks`` differently. Collective.
 
         The first of ``ranks`` gets the generator of rank 0. Thread-ranks share one generator, which
         does not change.
         """
-        self.buffers.deal(world)
+        self.buffers.distribute(world)
         state = world.broadcast(torch.get_rng_state().numpy(), root=0)
         if not world._rank_is_process:
             return
@@ -224,12 +226,12 @@ class PlacedModule:
 _SEEDS = (1 << 63) - 1
 
 
-def _storage_of(parameter: Any) -> int:
+def _storage_of(parameter: torch.Tensor) -> int:
     """Return the identity of the memory of a parameter."""
     return parameter.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-def _check(module: Any) -> None:
+def _check(module: torch.nn.Module) -> None:
     """Refuse a module that cannot be placed, before anything is changed."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -283,7 +285,7 @@ def _check(module: Any) -> None:
         )
 
 
-def require_real(parameters: Iterable[tuple[str, Any]]) -> None:
+def require_real(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse complex parameters, which are given with their names.
 
     Raises
@@ -309,7 +311,7 @@ def rounded(tree: Any) -> Any:
     return tree_map_only(torch.Tensor, rounded_one, tree)
 
 
-def note_wide_buffers(error: BaseException, module: Any) -> None:
+def note_wide_buffers(error: BaseException, module: torch.nn.Module) -> None:
     """Name, in an error of a module with rounded parameters, the buffers that may be the cause."""
     wide = [name for name, t in module.named_buffers() if t.is_floating_point() and t.itemsize != 2]
     if wide:
@@ -320,7 +322,7 @@ def note_wide_buffers(error: BaseException, module: Any) -> None:
         )
 
 
-def tensor_of(array: Array) -> Any:
+def tensor_of(array: Array) -> torch.Tensor:
     """Return a tensor in the memory of an array, which may be of bfloat16."""
     if not is_bfloat16(array):
         return torch.from_numpy(array)
@@ -329,7 +331,7 @@ def tensor_of(array: Array) -> Any:
 
 
 @called_as("backward()")
-def _take_gradient(take: Callable[[Array | None], None], parameter: Any) -> None:
+def _take_gradient(take: Callable[[Array | None], None], parameter: torch.Tensor) -> None:
     """Give a parameter's gradient to ``take``, dense and of 32 bits or more, as its hook."""
     gradient = native_gradient.__get__(parameter)
     # The store has the values from now on, so that PyTorch can free its own.

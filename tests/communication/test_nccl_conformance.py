@@ -88,8 +88,15 @@ def _through_gpu(name):
     return lambda self, *arguments: self._through_gpu(name, *arguments)
 
 
-for _kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather",
-              "all_to_all"):  # fmt: skip
+for _kind in (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "scatter",
+    "gather",
+    "all_to_all",
+):
     setattr(OnGPU, f"_steps_{_kind}", _through_gpu(f"_steps_{_kind}"))
 
 
@@ -113,12 +120,20 @@ def test_conformance_without_memory_that_all_ranks_share(backend, cupy, nodes, a
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     checks = CommunicationConformance([np.dtype(np.float32)])
     with OnGPU(backend._comm) as world:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "split",
-                     "async_orders", "allocate_shared", "mismatches"):  # fmt: skip
+        for name in (
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "split",
+            "async_orders",
+            "allocate_shared",
+            "mismatches",
+        ):
             getattr(checks, f"check_{name}")(world)
 
 
-def test_conformance_where_little_counts_as_large(backend, cupy, monkeypatch):
+def test_conformance_with_a_low_limit_for_large_arrays(backend, cupy, monkeypatch):
     monkeypatch.setattr(messages, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(channel.NCCLChannel, "ROUND_BYTES", 300)
     checks = CommunicationConformance([np.dtype(np.float32)])
@@ -128,7 +143,7 @@ def test_conformance_where_little_counts_as_large(backend, cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "twins", "split"])
-def test_conformance_of_fast_sums_where_no_order_shows(backend, cupy, name):
+def test_conformance_of_fast_sums_in_checks_without_an_order(backend, cupy, name):
     checks = CommunicationConformance([np.dtype(np.int32), np.dtype(np.float16)])
     with OnGPU(backend._comm, reductions="fast") as world:
         getattr(checks, f"check_{name}")(world)

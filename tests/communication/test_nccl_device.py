@@ -75,12 +75,16 @@ def test_reductions(world, gpus, length, dtype):
         check(out, expected, world)
         assert array.get().tobytes() == inputs[world.rank].tobytes()
         piece = world.reduce_scatter(array, operation)
-        low = sum(length // world.world_size + (r < length % world.world_size)
-                  for r in range(world.rank))  # fmt: skip
+        low = sum(
+            length // world.world_size + (r < length % world.world_size) for r in range(world.rank)
+        )
         check(piece, expected[low : low + piece.size], world)
         even = array[: length // world.world_size * world.world_size]
-        check(world.reduce_scatter(even, operation)[:3],
-              expected[even.size // world.world_size * world.rank :][:3], world)  # fmt: skip
+        check(
+            world.reduce_scatter(even, operation)[:3],
+            expected[even.size // world.world_size * world.rank :][:3],
+            world,
+        )
         assert world.all_reduce(array, operation) is array
         check(array, expected, world)
 
@@ -105,7 +109,7 @@ def test_movement(world, gpus, length):
 
 
 def test_a_rank_can_send_to_itself_in_a_group_of_calls(world, gpus, length):
-    """The messages of "exact", of which a world of one has none."""
+    """Messages to itself stand in for those of "exact", of which a world of one has none."""
     sent, received = (
         gpus.asarray(contribution(0, "float32", length)),
         gpus.zeros(length, np.float32),

@@ -508,9 +508,11 @@ def test_each_rank_holds_its_part(backend, strategy, path):
     assert abs(held(MemoryCategory.GRADIENTS) - (S if full else third)) <= 8 * 6
     assert held(MemoryCategory.FULL_GRADIENTS) <= (0 if full else 2 * unit)
     state = sum(
-        value.nbytes for states in optimizer.state.values()
-        for key, value in states.items() if key != "step"
-    )  # fmt: skip
+        value.nbytes
+        for states in optimizer.state.values()
+        for key, value in states.items()
+        if key != "step"
+    )
     assert abs(state - 2 * (third if shares else S)) <= 16 * 6
     if shares:  # one copy on the node: what one rank writes, another reads
         if backend.rank == 0:

@@ -10,9 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mpishard.base import CheckpointError, as_count, as_flag, check_path
+from mpishard.base import Array, CheckpointError, as_count, as_flag, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER, choices_in
 from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
 from mpishard.checkpoint.format import disk
@@ -192,7 +190,7 @@ def _observed(source: TensorSource, progress: ProgressCallback | None) -> Tensor
     done = 0
 
     # A tensor is read when it is written, so that the bytes read are the progress of the file.
-    def observed(tensor: LazyTensor) -> Iterator[np.ndarray[Any, Any]]:
+    def observed(tensor: LazyTensor) -> Iterator[Array]:
         nonlocal done
         for block in tensor.blocks():
             yield block

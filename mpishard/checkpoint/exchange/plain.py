@@ -6,11 +6,10 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, copy_into, to_host
+from mpishard.base import Array, Document, DType, Metadata, copy_into, to_host
 from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
@@ -36,11 +35,11 @@ class PlainModelFiles(ICheckpointableModel):
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         """Return name, shape and start of each parameter."""
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return values that are saved besides the parameters, as JSON; {} if all are defaults."""
         return {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Mapping[str, object]) -> None:
         """Refuse `choices` of another model that do not fit this one.
 
         Raises
@@ -55,7 +54,7 @@ class PlainModelFiles(ICheckpointableModel):
                 "saved them"
             )
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         """Apply choices that `check_choices` has accepted; without any, return to the defaults."""
 
     def serialize(self) -> bytes:
@@ -135,9 +134,9 @@ class PlainCheckpoint:
         return 0
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The dtype of the parameters."""
-        dtype: np.dtype[Any] = self.model._flat_vector().dtype
+        dtype: DType = self.model._flat_vector().dtype
         return dtype
 
     def parameters(self) -> Sequence[ParameterEntry]:
@@ -154,21 +153,21 @@ class PlainCheckpoint:
         """Return all parameters, to be overwritten."""
         return self.arrays_to_write()
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return the model's `choices`."""
         choices = self.model.choices()
         return {"choices": choices} if choices else {}
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices of another model."""
         self.model.check_choices(choices_in(metadata))
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Apply the choices."""
         self.model.take_choices(choices_in(metadata))
 
 
-def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def choices_in(metadata: Metadata) -> Document:
     """Return the choices in a checkpoint's metadata.
 
     Raises
@@ -181,7 +180,7 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_bytes(
-    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
+    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, object]
 ) -> bytes:
     """Return a flat vector in host memory as named arrays in safetensors format, with choices."""
     # The keys are sorted, so that equal choices give equal bytes on all ranks.
@@ -189,13 +188,13 @@ def named_bytes(
     return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 
 
-def choices_of(data: bytes) -> dict[str, Any]:
+def choices_of(data: bytes) -> Document:
     """Return the choices in bytes of `named_bytes`, whose arrays `tensors_of` has read."""
     return dict(json.loads(metadata_of(data).get(CHOICES_HEADER, "{}")))
 
 
 def packed_vector(
-    arrays: Mapping[str, Array], records: Sequence[ParameterEntry], dtype: np.dtype[Any]
+    arrays: Mapping[str, Array], records: Sequence[ParameterEntry], dtype: DType
 ) -> Array:
     """Return the flat vector of named arrays.
 

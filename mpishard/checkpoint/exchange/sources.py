@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import safetensors
 
-from mpishard.base import CheckpointError, check_path
+from mpishard.base import Array, CheckpointError, Document, DType, Metadata, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER
 from mpishard.checkpoint.format.content import unspelled
 from mpishard.checkpoint.format.manifest import MOST_DIMS, PARAMETERS
@@ -59,7 +59,7 @@ class TensorSource:
     path: Path
     is_checkpoint: bool
     tensors: Mapping[str, Mapping[str, LazyTensor]]
-    metadata: Mapping[str, Any] = field(default_factory=lambda: dict(NOTHING_BESIDE))
+    metadata: Metadata = field(default_factory=lambda: dict(NOTHING_BESIDE))
     frozen: frozenset[str] = frozenset()
 
 
@@ -102,8 +102,8 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
 
 
 def _checkpoint_source(reader: CheckpointReader) -> TensorSource:
-    def lazy(kind: str, entry: ParameterEntry, dtype: np.dtype[Any]) -> LazyTensor:
-        def blocks() -> Iterator[np.ndarray[Any, Any]]:
+    def lazy(kind: str, entry: ParameterEntry, dtype: DType) -> LazyTensor:
+        def blocks() -> Iterator[Array]:
             whole = Region.whole(entry.name, entry.shape)
             step = max(1, _BLOCK_BYTES // dtype.itemsize)
             for start in range(0, whole.length, step):
@@ -153,7 +153,7 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
     return TensorSource(file, False, {PARAMETERS: tensors}, metadata)
 
 
-def _is_names(value: Any) -> TypeGuard[list[str]]:
+def _is_names(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
@@ -212,7 +212,7 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
     if len(shape) > MOST_DIMS:
         raise CheckpointError(f"{file}: {name!r} has {len(shape)} dims; {MOST_DIMS} are the most")
 
-    def blocks() -> Iterator[np.ndarray[Any, Any]]:
+    def blocks() -> Iterator[Array]:
         if not shape:
             yield opened.get_tensor(name).reshape(1)
             return
@@ -225,9 +225,9 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
     return LazyTensor(dtype, shape, blocks)
 
 
-def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
+def _json_object(file: Path, what: str, text: str | bytes) -> Document:
     # The JSON reader keeps only the last of two equal names, so that a tensor would be lost.
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def distinct(pairs: list[tuple[str, Any]]) -> Document:
         found = dict(pairs)
         if len(found) < len(pairs):
             counts = Counter(name for name, _ in pairs)

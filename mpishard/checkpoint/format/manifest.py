@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import CheckpointError
+from mpishard.base import CheckpointError, DType, Metadata
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
@@ -44,18 +44,18 @@ _VERSION = 3
 _LONGEST = 1 << 28  # Maximum bytes of a manifest.
 _MOST_BYTES = 1 << 63  # Bytes of an array, and all counts, must be below this number.
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
-_DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
+_DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class KindRecord:
     """Arrays of one kind, one for each parameter: their dtype, and their pieces by parameter."""
 
-    dtype: np.dtype[Any]
+    dtype: DType
     pieces: Mapping[str, tuple[PieceRecord, ...]]
 
     @classmethod
-    def of(cls, dtype: np.dtype[Any], pieces: Iterable[PieceRecord]) -> KindRecord:
+    def of(cls, dtype: DType, pieces: Iterable[PieceRecord]) -> KindRecord:
         """Return the record of pieces of any parameters, in any order."""
         found: dict[str, list[PieceRecord]] = {}
         for piece in pieces:
@@ -95,11 +95,11 @@ class Manifest:
 
     identity: str
     sequence: int
-    dtype: np.dtype[Any]
+    dtype: DType
     parameters: tuple[ParameterEntry, ...]
     arrays: Mapping[str, KindRecord]
     files: Mapping[str, FileRecord]
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
     def __post_init__(self) -> None:
         if not 0 < self.sequence < _MOST_BYTES:
@@ -314,7 +314,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _from_document(cls, document: Mapping[str, Any]) -> Manifest:
+    def _from_document(cls, document: Metadata) -> Manifest:
         return cls(
             identity=str(document["identity"]),
             sequence=int(document["sequence"]),
@@ -387,8 +387,8 @@ def write_manifest(
     directory: Path,
     sequence: int,
     parameters: Sequence[ParameterEntry],
-    dtype: np.dtype[Any],
-    metadata: Mapping[str, Any],
+    dtype: DType,
+    metadata: Metadata,
     records: Iterable[Mapping[str, Any]],
 ) -> None:
     """Write the manifest of the files that the ranks wrote, and sync it to the disk.

@@ -21,10 +21,11 @@ from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from mpishard.base import CheckpointError, check_name
+from mpishard.base import Array, CheckpointError, Document, DType, check_name
 from mpishard.checkpoint.format import disk
 from mpishard.sharding import Region
 
@@ -40,7 +41,7 @@ _DTYPES = {
     "bfloat16": "BF16", "float32": "F32", "float64": "F64",
 }  # fmt: skip
 
-DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
+DTYPES_OF_FILES: dict[str, DType] = {
     code: np.dtype(getattr(ml_dtypes, name, name)) for name, code in _DTYPES.items()
 }
 """Dtypes that a checkpoint can have, by their names in the format."""
@@ -48,7 +49,7 @@ DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
 # The keys are dtypes and not their names, which NumPy makes again each time, in microseconds.
 _CODES = {dtype: code for code, dtype in DTYPES_OF_FILES.items()}
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class LazyTensor:
         ``blocks()`` yields the elements in row-major order, as 1-D contiguous arrays.
     """
 
-    dtype: np.dtype[Any]
+    dtype: DType
     shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[np.ndarray[Any, Any]]]
+    blocks: Callable[[], Iterator[Array]]
 
     @property
     def size(self) -> int:
@@ -80,7 +81,7 @@ class LazyTensor:
         return self.size * self.dtype.itemsize
 
 
-Tensor = np.ndarray[Any, Any] | LazyTensor
+Tensor = Array | LazyTensor
 """Tensor to be written."""
 
 
@@ -103,7 +104,7 @@ class TensorFile:
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         # Arrays with wide elements come first. Each array is then aligned to its element size.
         self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        header: Document = {"__metadata__": dict(metadata)}
         start = 0
         for key, tensor in self._tensors.items():
             try:
@@ -306,7 +307,7 @@ class RankFile:
         if not self.is_empty:
             self._file.write(directory / self.name, check)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Document:
         """Return the record of the written file for the manifest, which JSON can represent."""
         # Pieces are lists and not objects, because rank 0 gets the records of all ranks as text.
         offsets = self._file.offsets
@@ -328,9 +329,7 @@ class RankFile:
         }
 
 
-def bytes_of(
-    tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None
-) -> bytes:
+def bytes_of(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None) -> bytes:
     """Return named arrays in safetensors format, with ``metadata`` in the header.
 
     Raises
@@ -343,7 +342,7 @@ def bytes_of(
     return safetensors.numpy.save(dict(tensors), None if metadata is None else dict(metadata))
 
 
-def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
+def tensors_of(data: object, whose: str = "") -> dict[str, Array]:
     """Return the arrays in the bytes of ``serialize``. Errors put ``whose`` before that name.
 
     Raises
@@ -372,9 +371,7 @@ def metadata_of(data: bytes) -> dict[str, str]:
     return dict(json.loads(data[8 : 8 + length]).get("__metadata__") or {})
 
 
-def tensors_and_document(
-    data: Any, key: str, whose: str
-) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
+def tensors_and_document(data: Any, key: str, whose: str) -> tuple[dict[str, Array], Any]:
     """Return the arrays, and the JSON under ``key`` of the metadata.
 
     The errors raised are those of `tensors_of`, and a ValueError if there is no such key.

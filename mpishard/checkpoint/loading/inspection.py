@@ -6,11 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from mpishard.base import CheckpointError
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
 from mpishard.checkpoint.format.tensor_file import FileRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
@@ -43,7 +40,7 @@ class CheckpointReport:
     shapes: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, str]
     files: Mapping[str, int]
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
     def __str__(self) -> str:
         vectors = ", ".join(f"{kind} ({dtype})" for kind, dtype in self.kinds.items())
@@ -202,7 +199,7 @@ def _read_through(
     mapped.close()
 
 
-def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
     """Return the parameters of a checkpoint, by name.
 
     Returns
@@ -216,7 +213,7 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
         As for `CheckpointReader`, and if an optimizer was saved without its model.
     """
 
-    def read(reader: CheckpointReader) -> dict[str, np.ndarray[Any, Any]]:
+    def read(reader: CheckpointReader) -> dict[str, Array]:
         if PARAMETERS not in reader.kinds:
             kinds = sorted(reader.kinds)
             raise CheckpointError(f"{reader.path} holds {kinds}, and no {PARAMETERS}")

@@ -8,16 +8,16 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from mpishard.base import CheckpointError
+from mpishard.base import Array, CheckpointError, DType
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
 
 _READ_BYTES = 1 << 18  # Bytes per read, which fit in the L2 cache.
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = npt.NDArray[np.uint8]
 
 
 class MappedFile:
@@ -155,9 +155,7 @@ class MappedFile:
                 )
         return ""
 
-    def values(
-        self, piece: PieceRecord, dtype: np.dtype[Any], needed: slice, kind: str
-    ) -> np.ndarray[Any, Any]:
+    def values(self, piece: PieceRecord, dtype: DType, needed: slice, kind: str) -> Array:
         """Return the values of a piece as a view, after those in ``needed`` are verified."""
         start, size = piece.offset, dtype.itemsize
         first, last = start + needed.start * size, start + needed.stop * size

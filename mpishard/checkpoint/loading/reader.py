@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, array_namespace, check_path
+from mpishard.base import Array, CheckpointError, DType, Metadata, array_namespace, check_path
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
@@ -20,9 +20,9 @@ from mpishard.sharding import (
     Box,
     ParameterEntry,
     Region,
-    blocks_of,
     box_shape,
     box_within,
+    boxes_of,
     join_dims,
     shared_box,
 )
@@ -31,7 +31,7 @@ _BLOCK = 1 << 22  # Number of elements that are copied at a time.
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class SharedRegion:
     """Common part of a stored region and a requested region.
 
     Parameters
@@ -62,7 +62,7 @@ class Overlap:
             last = last * (stop - start) + high - 1 - start
         return slice(self.source_start + first, self.source_start + last + 1)
 
-    def copy(self, values: np.ndarray[Any, Any], out: Array) -> None:
+    def copy(self, values: Array, out: Array) -> None:
         """Copy the elements from the stored values to the requested ones.
 
         Parameters
@@ -83,24 +83,24 @@ class Overlap:
             target[first : first + rows] = xp.asarray(source[first : first + rows])
 
 
-def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
+def shared_regions(source: Region, target: Region) -> Iterator[SharedRegion]:
     """Yield the common parts of two regions of one tensor."""
     if source.box == target.box:  # In the most common case both are ranges of the same box.
         low, high = max(source.start, target.start), min(source.stop, target.stop)
         if low < high:
             stored, wanted = ((source.start, source.stop),), ((target.start, target.stop),)
-            yield Overlap(((low, high),), stored, 0, wanted, slice(0, target.length))
+            yield SharedRegion(((low, high),), stored, 0, wanted, slice(0, target.length))
         return
     if shared_box(source.box, target.box) is None:
         return
     # Joined dims make longer rows, and therefore fewer boxes to copy.
     source_box, target_box = join_dims([source.box, target.box])
-    blocks = list(blocks_of(Region(target.name, target_box, target.start, target.stop)))
-    for box, part in blocks_of(Region(source.name, source_box, source.start, source.stop)):
-        for other, other_part in blocks:
+    wanted_boxes = list(boxes_of(Region(target.name, target_box, target.start, target.stop)))
+    for box, part in boxes_of(Region(source.name, source_box, source.start, source.stop)):
+        for other, other_part in wanted_boxes:
             shared = shared_box(box, other)
             if shared is not None:
-                yield Overlap(shared, box, part.start, other, other_part)
+                yield SharedRegion(shared, box, part.start, other, other_part)
 
 
 _NAMED = 10  # Maximum number of differences, or names of files, in a message.
@@ -197,15 +197,15 @@ class CheckpointReader:
             If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
-        for overlap, values in self.verified(kind, region):
-            overlap.copy(values, out)
+        for shared, values in self.verified(kind, region):
+            shared.copy(values, out)
 
-    def verified(self, kind: str, region: Region) -> Iterator[tuple[Overlap, np.ndarray[Any, Any]]]:
+    def verified(self, kind: str, region: Region) -> Iterator[tuple[SharedRegion, Array]]:
         """Compare the checksums of what `read` would copy, and yield it, piece by piece.
 
         Yields
         ------
-        overlap : Overlap
+        shared : SharedRegion
             The common part of a piece and the region.
         values : array
             The values of the piece.
@@ -218,11 +218,11 @@ class CheckpointReader:
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
             # Files of pieces that share nothing with the region stay closed.
-            for overlap in overlaps(piece.region, region):
+            for shared in shared_regions(piece.region, region):
                 file = self._open(piece.file)
-                yield overlap, file.values(piece, record.dtype, overlap.source_span, kind)
+                yield shared, file.values(piece, record.dtype, shared.source_span, kind)
 
-    def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
+    def read_whole(self, kind: str, entry: ParameterEntry) -> Array:
         """Return a new array of a parameter's shape, filled by `read`."""
         flat = np.empty(entry.size, self._manifest.arrays[kind].dtype)
         if flat.size:
@@ -272,7 +272,7 @@ class CheckpointReader:
         missing = (e.name for e in parameters if not e.trainable and e.name not in self._shapes)
         return frozenset(missing)
 
-    def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
+    def require(self, parameters: Sequence[ParameterEntry], dtype: DType) -> None:
         """Refuse a model that the checkpoint does not fit.
 
         Parameters
@@ -381,7 +381,7 @@ class CheckpointReader:
             return True
 
 
-def _of_today(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_today(metadata: Mapping[str, object]) -> Metadata:
     """Return metadata in today's form.
 
     Earlier releases had the state of a PyTorch loop in the user's part.

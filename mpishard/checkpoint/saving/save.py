@@ -6,9 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpishard.base import as_count, check_path, require_type
+from mpishard.base import Document, DType, Metadata, as_count, check_path, require_type
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -32,7 +30,7 @@ def save(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Save a model, and its optimizer if given. Collective.
 
@@ -70,7 +68,7 @@ def save_async(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
 ) -> PendingSave:
     """Begin a save that copies the arrays now and is written during training. Collective.
@@ -156,7 +154,7 @@ def begin_save(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
     states: Mapping[str, CheckpointState] | None = None,
 ) -> PendingSave:
@@ -172,7 +170,7 @@ def begin_save(
     def make_content() -> Content:
         arrays: dict[str, Any] = {}
         # None marks a state that is not saved. A load that needs it is refused with that reason.
-        document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
+        document: Document = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
         for name, state in (states or states_of(model, optimizer, training)).items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())
@@ -204,9 +202,9 @@ def write_checkpoint(
     path: str | os.PathLike[str],
     backend: CommunicationBackend | None,
     parameters: Sequence[ParameterEntry],
-    dtype: np.dtype[Any],
+    dtype: DType,
     arrays: Pieces,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> None:
     """Write the checkpoint ``path``, or leave the earlier one unchanged. Collective.
 

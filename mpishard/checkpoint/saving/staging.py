@@ -17,8 +17,9 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from mpishard.base import address, compile_loop, numba_module
+from mpishard.base import Array, DType, address, compile_loop, numba_module
 
 _ALIGNMENT = 64  # Alignment of copies in the buffer, in bytes: a cache line.
 _lock = threading.Lock()
@@ -56,7 +57,7 @@ class StagingBuffer:
         self._grow(nbytes)
         self._copy = streaming_copy()  # The first call in a process may compile it.
 
-    def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    def copies(self, arrays: Sequence[Array]) -> list[Array]:
         """Return copies of 1-D arrays, which are valid until `give_back`.
 
         Raises
@@ -102,14 +103,14 @@ class StagingBuffer:
             )
 
 
-def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
+def _runs(arrays: Sequence[Array]) -> list[list[Array]]:
     """Group ``arrays``, in their order, into runs that are end to end in memory.
 
     The pieces of one vector are such a run. A copy of a run takes two thirds of the time of copies
     of its arrays.
     """
-    runs: list[list[np.ndarray[Any, Any]]] = []
-    end: tuple[int, np.dtype[Any]] | None = None
+    runs: list[list[Array]] = []
+    end: tuple[int, DType] | None = None
     for array in arrays:
         start = address(array)
         if (start, array.dtype) == end:
@@ -125,7 +126,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _touched_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return new memory whose pages exist already, on systems with MAP_POPULATE.
 
     NumPy would request huge pages, which the system provides when they are first written. It moves
@@ -135,7 +136,7 @@ def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
-StreamingCopy = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
+StreamingCopy = Callable[[Array, Array], None]
 """Function ``copy(source, target)`` for 1-D, contiguous arrays of one dtype and length."""
 
 
@@ -156,7 +157,7 @@ def _compile() -> StreamingCopy | None:
     )
     copy_words = compile_loop(_copy_words, signature, _store_past_caches=_make_store(numba))
 
-    def copy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+    def copy(source: Array, target: Array) -> None:
         if (address(source) | address(target)) % _WORD.itemsize:
             target[...] = source
             return

@@ -11,6 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
+from mpishard.base import Array
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
@@ -32,7 +33,7 @@ CONTEXT = 128
 
 _VOCABULARY = 256
 
-Matrix = np.ndarray[Any, np.dtype[Any]]
+Matrix = Array
 
 
 def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:

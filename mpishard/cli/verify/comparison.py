@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Column, Table
 
-from mpishard.base import Array
+from mpishard.base import Array, Scalar
 from mpishard.cli.wording import counted
 from mpishard.communication import who
 
@@ -126,7 +126,7 @@ class Comparison:
         return min(found, key=lambda each: (each[1] in ("losses", "predictions"), each[0]))
 
 
-def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:
+def relative_error(actual: Scalar, expected: Scalar, floor: float = 1.0) -> float:
     """Return the largest difference, relative to the largest expected element or ``floor``.
 
     Infinite if the shapes differ, or one is not finite.

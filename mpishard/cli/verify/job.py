@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from mpishard.base import Array, to_host
 from mpishard.cli.verify.problem import SIZES, Problem
@@ -102,7 +103,7 @@ class VerifyJob:
         path = folder / name  # temporary, and this user's
         return pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301
 
-    def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def batch(self, step: int, samples: int) -> npt.NDArray[np.int64]:
         """Return the samples of a step's global batch."""
         # A function of seed and step, so that every process draws the same samples. A line search
         # needs one function in all steps, so one batch.

@@ -90,11 +90,13 @@ class Textbook:
         ]
         decay = self._spread([own.get("weight_decay", rule.weight_decay) for own in self._own])
         moved = self._spread(rates) * self._direction(theta, gradient, decay, step + 1)
-        return (theta - self.trained * moved).astype(theta.dtype)
+        after: Array = theta - self.trained * moved
+        return after.astype(theta.dtype)
 
     def _direction(self, theta: Array, gradient: Array, decay: Array, number: int) -> Array:
         """Return the vector that step ``number``, from 1, subtracts, divided by the rate."""
         rule, state, kind = self._rule, self._state, type(self._rule)
+        direction: Array
 
         def mean(name: str, value: Array, beta: float) -> Array:
             state[name] = beta * state.get(name, 0) + (1 - beta) * value
@@ -103,7 +105,8 @@ class Textbook:
         if kind is Lion:
             before = state.get("m", 0)
             mean("m", gradient, rule.beta2)
-            return np.sign(rule.beta1 * before + (1 - rule.beta1) * gradient) + decay * theta
+            direction = np.sign(rule.beta1 * before + (1 - rule.beta1) * gradient) + decay * theta
+            return direction
         if kind in (SGD, Adagrad, RMSprop, Adam):  # the others add it to the direction
             gradient = gradient + decay * theta
         if kind is SGD:
@@ -111,7 +114,8 @@ class Textbook:
             return gradient + rule.momentum * state["v"] if rule.nesterov else state["v"]
         if kind is Adagrad:
             state["s"] = state.get("s", 0) + gradient**2
-            return gradient / (np.sqrt(state["s"]) + rule.epsilon)
+            direction = gradient / (np.sqrt(state["s"]) + rule.epsilon)
+            return direction
         if kind is RMSprop:
             square = mean("s", gradient**2, rule.beta2)
             if rule.centered:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from mpishard.base import (
     Array,
     CommunicationError,
+    DType,
     array_namespace,
     as_flag,
     as_index,
@@ -32,7 +33,10 @@ from mpishard.base import (
 )
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 
-DTYPES: tuple[np.dtype[Any], ...] = tuple(
+if TYPE_CHECKING:
+    from mpishard.communication.contract.arena import Nodes
+
+DTYPES: tuple[DType, ...] = tuple(
     np.dtype(t)
     for t in (
         np.bool_,
@@ -54,6 +58,7 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 )
 """The dtypes that can be sent. A header has the index of the dtype in this tuple."""
 
+# A dict: a search through the tuple would compare dtypes one by one in each call.
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _DIMS = settings.MAXIMUM_DIMS
 # Kind, operation, dtype, number of dims, root, hash of counts, rows of out, subject, and the dims.
@@ -70,7 +75,8 @@ GROUP_BYTES = 64
 """Bytes of a group's label that a status page keeps."""
 
 
-class Kind(IntEnum):
+# The numbers travel in headers and stand in status pages: add at the end, and change none.
+class CollectiveKind(IntEnum):
     """The collectives."""
 
     ALL_REDUCE = 1
@@ -99,9 +105,9 @@ class Call:
     """
 
     sequence: int
-    kind: Kind
+    kind: CollectiveKind
     operation: ReductionOperation | None
-    dtype: np.dtype[Any] | None
+    dtype: DType | None
     shape: tuple[int, ...] | None
     root: int
     counts_hash: int
@@ -120,6 +126,7 @@ class Call:
     """Time at which it was written to the rank's status page, in seconds since the epoch."""
     description: bytes = field(default=b"", compare=False, repr=False)
     """The fields that ranks compare, except the sequence number, as bytes."""
+    # Kept although they follow from shape and dtype: each collective asks for them several times.
     size: int = field(default=0, compare=False, repr=False)
     """Number of elements of the array that was passed."""
     nbytes: int = field(default=0, compare=False, repr=False)
@@ -130,7 +137,7 @@ class Call:
     @classmethod
     def describe(
         cls,
-        kind: Kind,
+        kind: CollectiveKind,
         array: Array | None,
         *,
         operation: ReductionOperation | None = None,
@@ -138,6 +145,7 @@ class Call:
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
         subject: int = 0,
+        # Never changed: a caller that counts anew replaces the mapping, as `Traffic` does.
         sends: Mapping[str, int] = {},
         sequence: int = 0,
     ) -> Call:
@@ -230,6 +238,7 @@ class Call:
 
     def to_bytes(self) -> bytes:
         """Return the call and its line as bytes, for a backend that sends them in one message."""
+        # The path is last, because it alone may contain a line break.
         place = f"{self.line}\n{self.method}\n{self.filename}"
         header = self.sequence.to_bytes(8, sys.byteorder) + self.description
         return header + place.encode(errors=_OF_PATHS)
@@ -256,7 +265,7 @@ class Call:
         nbytes = 0 if known is None else size * known.itemsize
         return cls(
             sequence,
-            Kind(kind),
+            CollectiveKind(kind),
             reduction,
             known,
             shape,
@@ -347,9 +356,7 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    def share_reduce(
-        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
-    ) -> None:
+    def share_reduce(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a reduction of arrays that each node's ranks share.
 
         ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
@@ -359,14 +366,13 @@ class Traffic:
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))
             sent = sum(sizes[rank] for rank in nodes.clients) * sums
+        # Partial sums of 16-bit data travel in float32, so they count with 4 bytes.
         sent *= accumulation_dtype(dtype).itemsize
         call.sends = {**call.sends, "reduce_scatter": sent}
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def share_gather(
-        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
-    ) -> None:
+    def share_gather(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a gather of pieces of ``sizes`` elements, once to each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
@@ -375,13 +381,14 @@ class Traffic:
 @functools.lru_cache(maxsize=4096)  # each training step uses the same sizes
 def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> Mapping[str, int]:
     """Return the bytes that ``rank`` sends for an all_reduce of ``size`` elements."""
+    # As a reduce_scatter and an all_gather of even pieces, whatever the backend sends.
     own = even_sizes(size, world_size)[rank]
     gathered = own * itemsize * (world_size - 1)
     return {"reduce_scatter": (size - own) * itemsize, "all_gather": gathered}
 
 
 def check_array(
-    array: Any, name: str, *, needs_dim: bool = False, is_written: bool = False
+    array: Array | None, name: str, *, needs_dim: bool = False, is_written: bool = False
 ) -> None:
     """Refuse an array that cannot be sent or, with ``needs_dim``, cannot be cut along dim 0.
 
@@ -402,6 +409,7 @@ def check_array(
         known = ", ".join(dtype.name for dtype in DTYPES)
         raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")
     flags = array.flags
+    # Refused and not copied: a result written to the copy would be lost without a word.
     if not flags.c_contiguous:
         raise ValueError(
             f"{name} needs a C-contiguous array, got shape {array.shape} with strides "
@@ -421,7 +429,7 @@ def check_array(
         )
 
 
-def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> None:
+def check_out(out: Array, shape: tuple[int, ...], dtype: DType, name: str) -> None:
     """Refuse an ``out`` for a result of this ``shape`` and ``dtype``; errors as `check_array`."""
     check_array(out, name, is_written=True)
     if out.shape != shape or out.dtype != dtype:
@@ -481,9 +489,9 @@ def piece_sizes(
 
 def refuse_other_message(
     size: int,
-    dtype: np.dtype[Any],
+    dtype: DType,
     expected_size: int,
-    expected_dtype: np.dtype[Any] | None,
+    expected_dtype: DType | None,
     source: int,
     tag: int,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -68,7 +67,7 @@ class PagedModel:
         self._vocabulary_size = plain.vocabulary_size
         self._context_length = plain.context_length
 
-    def prefill(self, prompt: Any) -> tuple[int, Array]:
+    def prefill(self, prompt: object) -> tuple[int, Array]:
         """Begin a sequence with tokens of shape (P,), P >= 1.
 
         Returns
@@ -114,12 +113,12 @@ class PagedModel:
 
     def generate(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[object],
         length: int,
         temperature: float = 1.0,
         seed: int = 0,
         top_k: int | None = None,
-    ) -> list[np.ndarray[Any, Any]]:
+    ) -> list[Array]:
         """Continue several prompts by ``length`` tokens, each as `GPT.generate` continues it alone.
 
         Returns
@@ -142,6 +141,7 @@ class PagedModel:
         if not length:
             return [np.array(text, np.int64) for text in texts]
         lengths = [len(text) + length - 1 for text in texts]  # the last token is never read
+        # All are checked first: a refusal in the middle would lose the tokens made so far.
         for needed in lengths:
             self._check_length(needed)
         blocks = sum(self.cache.blocks_for(needed) for needed in lengths)
@@ -169,7 +169,7 @@ class PagedModel:
                 self.free(sequence)
         return [np.array(text, np.int64) for text in texts]
 
-    def _begin(self, prompt: np.ndarray[Any, Any]) -> tuple[int, Array]:
+    def _begin(self, prompt: Array) -> tuple[int, Array]:
         self._check_length(len(prompt))
         sequence = self.cache.add()
         try:
@@ -186,7 +186,7 @@ class PagedModel:
         checked_prompt(column_B1[:, 0], self._vocabulary_size)
         return dict(zip(tokens, self._read([*tokens], column_B1), strict=True))
 
-    def _read(self, sequences: Sequence[int], tokens_BT: np.ndarray[Any, Any]) -> Array:
+    def _read(self, sequences: Sequence[int], tokens_BT: Array) -> Array:
         with self.cache.reading(sequences, tokens_BT.shape[1]):
             return self._predict_next(tokens_BT, self.cache)
 
@@ -197,6 +197,6 @@ class PagedModel:
                 f"{self._context_length}"
             )
 
-    def _require_alike(self, name: str, arguments: Any) -> None:
+    def _require_alike(self, name: str, arguments: object) -> None:
         if self._engine is not None:
             require_alike(self._engine.world, f"{name}: the arguments", arguments)

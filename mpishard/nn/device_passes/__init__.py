@@ -7,8 +7,8 @@ block, add these sums in a tree. So the bits of a row's result depend on its val
 length, and not on the other rows, the launch or the run.
 
 `norms`, `softmax` (with cross entropy), `activations`, `tokens` and `dropout` have the kernels, and
-the functions that launch them; `text` has what their texts share. `products` has matrix products of
-rounded operands. All functions take C-contiguous
+the functions that launch them; `text` has what their texts share. `products` has matrix products,
+also of rounded operands, and `attention` uses them. All functions take C-contiguous
 arrays on the current device, and begin their kernels on its current stream. An array "is
 overwritten" if the function writes its results there.
 """
@@ -22,6 +22,7 @@ from mpishard.nn.device_passes.activations import (
     swiglu,
     swiglu_backward,
 )
+from mpishard.nn.device_passes.attention import Block, attend, attend_backward, blocks_of
 from mpishard.nn.device_passes.dropout import dropout, dropout_backward
 from mpishard.nn.device_passes.norms import column_sums, norm, norm_backward
 from mpishard.nn.device_passes.products import multiply, precision_of, products_in
@@ -34,10 +35,14 @@ from mpishard.nn.device_passes.softmax import (
 from mpishard.nn.device_passes.tokens import add_rows, count_outside, take_rows
 
 __all__ = [
+    "Block",
     "activation",
     "activation_backward",
     "activation_with_slope",
     "add_rows",
+    "attend",
+    "attend_backward",
+    "blocks_of",
     "column_sums",
     "count_outside",
     "cross_entropy",

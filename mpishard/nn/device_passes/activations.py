@@ -5,6 +5,8 @@ from __future__ import annotations
 from mpishard.base import NAMESPACES, Array
 from mpishard.nn.device_passes.text import elementwise
 
+# From exp(-2 abs(u)), which does not overflow. The slope is a by-product of the same exponential,
+# so that backward only multiplies.
 _GELU = r"""
     T v = x[i], square = v * v;
     T u = v * (T(0.7978845608028654) + T(0.035677408136300125) * square);
@@ -16,6 +18,7 @@ _GELU = r"""
     T rise = T(1.5957691216057308) + T(0.21406444881780075) * square;  // 2 du/dx
     if (slope) slope[i] = h + result * (1 - h) * rise;
 """
+# Backward could compute the slope from x, but saving it costs the same memory and no exponential.
 _SILU = r"""
     T s = sigmoid(x[i]), result = x[i] * s;
     y[i] = result;
@@ -42,6 +45,7 @@ _SLOPES = {
 def activation_with_slope(name: str, x: Array, *, needs_slope: bool) -> tuple[Array, Array | None]:
     """Return y and, if it is needed, the slope dy/dx of the activation "gelu" or "silu"."""
     xp = NAMESPACES[type(x)]
+    # A null pointer tells the kernel to leave out the slope, which prediction does not need.
     y, slope = xp.empty_like(x), xp.empty_like(x) if needs_slope else None
     _ACTIVATIONS[name].launch_for(x.size, x.dtype, x, y, slope, x.size)
     return y, slope
@@ -59,6 +63,7 @@ def activation_backward(name: str, dy: Array, y: Array) -> None:
     _SLOPES[name].launch_for(dy.size, dy.dtype, dy, y, dy.size)
 
 
+# One thread has an element of both halves: they lie a row's width apart.
 _SWIGLU_FORWARD = elementwise(
     "swiglu_forward",
     "const T* x, T* y, long long width",

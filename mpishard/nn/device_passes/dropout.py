@@ -85,6 +85,7 @@ def dropout(
     xp = NAMESPACES[type(x_BE)]
     y_BE, mask_BE = xp.empty_like(x_BE), xp.empty(x_BE.shape, bool)
     samples, elements = x_BE.shape
+    # The key and the counter have 128 bits, and a kernel's arguments at most 64.
     words = (key, key >> 64, counter, counter >> 64, threshold)
     _DROPOUT.launch_for(
         samples * counts,

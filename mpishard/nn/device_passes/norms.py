@@ -8,6 +8,8 @@ from mpishard.nn.device_passes.text import over_rows
 _MOST_GRADIENT_BLOCKS = 512  # Each block of a norm's backward pass sums the gradients of its rows.
 _SUM_COLUMNS = 32  # Columns that one block of `column_sums` sums.
 
+# Two passes over a row, which is in the cache by then: the sum of squares minus the squared mean
+# would lose digits.
 _NORM_FORWARD = r"""
 extern "C" __global__ void norm_forward(const T* x, const T* weight, const T* bias, T epsilon, T* y,
                                         T* h, T* inverse, long long width) {
@@ -34,6 +36,8 @@ extern "C" __global__ void norm_forward(const T* x, const T* weight, const T* bi
 }
 """
 
+# Each block adds up the parameters' gradients of its rows without atomics, whose order and so bits
+# would vary.
 _NORM_BACKWARD = r"""
 extern "C" __global__ void norm_backward(T* d, const T* saved, const T* weight, const T* inverse,
                                          T* partial, long long rows, long long width,
@@ -66,6 +70,7 @@ extern "C" __global__ void norm_backward(T* d, const T* saved, const T* weight, 
 }
 """
 
+# A warp reads 32 adjacent columns at once. The rows of a block are added in a tree of fixed shape.
 _COLUMN_SUMS = r"""
 extern "C" __global__ void column_sums(const T* values, T* sums, T* others, long long rows,
                                        long long columns, long long split, long long adds,
@@ -107,6 +112,7 @@ def norm(
     """
     xp = NAMESPACES[type(x_ND)]
     y_ND, inverse_N = xp.empty_like(x_ND), xp.empty(x_ND.shape[0], x_ND.dtype)
+    # An RMS norm's backward pass makes it from the input, which it has anyway.
     h_ND = xp.empty_like(x_ND) if keeps_normal else None
     rows, width = x_ND.shape
     over_rows("norm_forward", _NORM_FORWARD, width).launch(
@@ -157,8 +163,10 @@ def column_sums(values_NC: Array, *places: tuple[Array, bool]) -> None:
         1-D arrays for the sums of the first columns and, if there are two, of the other columns.
         The bool is True if the sums are added to the array's contents.
     """
-    (sums, adds), (others, adds_others) = places if len(places) == 2 else (*places, (None, False))
+    (sums, adds), *rest = places
+    others, adds_others = rest[0] if rest else (None, False)
     rows, columns = values_NC.shape
+    # The kernel steps through memory by rows of this width.
     values_NC = NAMESPACES[type(values_NC)].ascontiguousarray(values_NC)
     _column_sums.launch(
         -(-columns // _SUM_COLUMNS),

@@ -9,6 +9,8 @@ from mpishard.nn.device_passes.norms import column_sums
 from mpishard.nn.device_passes.text import over_rows
 from mpishard.nn.device_passes.tokens import int64
 
+# The factor is applied here, to save a pass over the scores. Keys that a query does not see are not
+# read.
 _SOFTMAX_FORWARD = r"""
 extern "C" __global__ void softmax_forward(const T* scores, T* weights, T* logs, T factor,
                                            long long keys, long long first, long long queries) {
@@ -31,6 +33,8 @@ extern "C" __global__ void softmax_forward(const T* scores, T* weights, T* logs,
 }
 """
 
+# The weights are made again from the scores and one number for each row, because they would take
+# T^2 memory.
 _SOFTMAX_BACKWARD = r"""
 extern "C" __global__ void softmax_backward(T* scores, T* dweights, const T* logs, T factor,
                                             long long keys, long long first, long long queries) {
@@ -160,7 +164,10 @@ def cross_entropy(
     """
     xp = NAMESPACES[type(logits_NV)]
     rows, classes = logits_NV.shape
+    # Made in the forward pass, which has the exponentials; prediction and evaluation do not need
+    # it.
     gradient = xp.empty_like(logits_NV) if needs_gradient else None
+    # In float64, as the host sums losses: their number grows with the batch.
     totals, sums = xp.empty((rows, 2), np.float64), xp.empty(2, np.float64)
     over_rows("cross_entropy", _CROSS_ENTROPY, classes).launch(
         rows,

@@ -6,6 +6,8 @@ import functools
 
 from mpishard.base import Kernel
 
+# Trees by shuffles, with one slot of shared memory for each warp. The tree depends only on the
+# block's size.
 SUMS = r"""
 #define EVERY_LANE 0xffffffffu
 OPERATION T block_sum(T value, T* room) {  // of all threads of the block, for each of them
@@ -54,8 +56,10 @@ def elementwise(name: str, signature: str, body: str) -> Kernel:
     )
 
 
+# A kernel is the key of the cache of compiled ones, and making it joins long texts.
 @functools.cache
 def over_rows(name: str, text: str, width: int) -> Kernel:
     """Return a kernel with a block for each row, and about four of its elements for each thread."""
+    # A function of the width alone, because the number of threads decides the order of the sums.
     threads = 32 if width <= 128 else 128 if width <= 512 else 256 if width <= 4096 else 1024
     return Kernel(name, SUMS + text, threads)

@@ -73,6 +73,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     tokens are compared with each distinct token. This takes less time than to sort them for some
     100,000 tokens and fewer.
     """
+    # Wide rows are cut into parts of a block's threads.
     (rows, width), parts = table_VD.shape, -(-table_VD.shape[1] // _ADD_ROWS.threads)
     _ADD_ROWS.launch(
         tokens_N.size * parts,
@@ -87,6 +88,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     )
 
 
+# One block is enough: tokens are few, and the host does not wait for it.
 _COUNT_OUTSIDE = Kernel(
     "count_outside",
     SUMS
@@ -118,4 +120,5 @@ def count_outside(values: Array, stop: int, allowed: int = 0) -> Array:
 
 def int64(values: Array) -> Array:
     """Return integers as a C-contiguous array of int64: themselves if they are one."""
+    # One integer type, so that the kernels need no variants.
     return NAMESPACES[type(values)].ascontiguousarray(values, np.int64)

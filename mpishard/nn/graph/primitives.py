@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,7 @@ def _primitive(shape: Callable[..., Shape]) -> Callable[[Callable[..., Array]], 
     return register
 
 
-def _same(first: Shape, *_: Shape, **__: Any) -> Shape:
+def _same(first: Shape, *_: Shape, **__: object) -> Shape:
     return first
 
 
@@ -71,6 +70,7 @@ def add(a: Array, b: Array) -> Array:
 @_primitive(_same)
 def relu(x: Array) -> Array:
     """Return max(x, 0)."""
+    # Not np.maximum, as the layer has it: the formulas are to be independent.
     return np.where(x > 0, x, 0)
 
 
@@ -96,13 +96,16 @@ def silu(x: Array) -> Array:
 def swiglu(x: Array) -> Array:
     """Return the second half of the last dim times the silu of the first (arXiv:2002.05202)."""
     gate, value = np.split(x, 2, axis=-1)
-    return gate * np.exp(-np.logaddexp(0, -gate)) * value
+    y: Array = gate * np.exp(-np.logaddexp(0, -gate)) * value
+    return y
 
 
 @_primitive(_same)
 def gelu(x: Array) -> Array:
     """Return x times the normal distribution function, in tanh form (arXiv:1606.08415, sec. 2)."""
-    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    # The paper's form, which the layer rearranges to save operations.
+    y: Array = x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return y
 
 
 # ---------------------------------------------------------------------------- products and tables
@@ -111,12 +114,15 @@ def gelu(x: Array) -> Array:
 @_primitive(lambda x, weight: (*x[:-1], weight[0]))
 def matmul_transposed(x: Array, weight: Array) -> Array:
     """Return x W^T, for x of shape (..., I) and W of shape (O, I)."""
-    return np.einsum("...i,oi->...o", x, weight, optimize=True)
+    # einsum states which dims are summed, so that this does not repeat the layer's transposes.
+    y: Array = np.einsum("...i,oi->...o", x, weight, optimize=True)
+    return y
 
 
 @_primitive(lambda table, indices: (*indices, *table[1:]))
 def take_rows(table: Array, indices: Array) -> Array:
     """Return the table's row of each index; an index outside the table is a ValueError."""
+    # NumPy would take a negative index from the end of the table.
     if indices.size and not 0 <= indices.min() <= indices.max() < len(table):
         raise ValueError(f"an index is outside [0, {len(table)})")
     return table[indices]
@@ -136,18 +142,21 @@ def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array
     """Return (x - mean) / sqrt(variance + epsilon), scaled, shifted (arXiv:1607.06450, eq. 4)."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
-    return weight * centred / np.sqrt(variance + epsilon) + bias
+    y: Array = weight * centred / np.sqrt(variance + epsilon) + bias
+    return y
 
 
 @_primitive(_same)
 def rms_norm(x: Array, weight: Array, *, epsilon: float) -> Array:
     """Return x / sqrt(mean of x^2 + epsilon), scaled (arXiv:1910.07467, eq. 4)."""
-    return weight * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
+    y: Array = weight * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
+    return y
 
 
 @_primitive(_same)
 def zero_columns(x: Array, *, columns: tuple[int, ...]) -> Array:
     """Return x with 0 in the given elements of the last dim, even in place of NaN."""
+    # Not a product with 0, which keeps NaN and infinity.
     return np.where(np.isin(np.arange(x.shape[-1]), columns), 0, x)
 
 
@@ -155,7 +164,8 @@ def zero_columns(x: Array, *, columns: tuple[int, ...]) -> Array:
 def softmax(x: Array) -> Array:
     """Return exp(x) / (sum of exp(x)), computed after the maximum is subtracted from x."""
     exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+    y: Array = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return y
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -178,13 +188,14 @@ def split_heads(x: Array, *, heads: int, kv_heads: int, part: int) -> Array:
 @_primitive(lambda q, k: (*q[:-1], k[-2]))
 def scores(q: Array, k: Array) -> Array:
     """Return the product of each query and key, divided by sqrt(K)."""
-    return np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
+    y: Array = np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
+    return y
 
 
 @_primitive(lambda q, k: (*q[:-1], k[-2]))
 def causal_scores(q: Array, k: Array) -> Array:
     """Return the product of each query and key over sqrt(K), -infinity for keys after the query."""
-    scores = np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
+    scores: Array = np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
     later = np.arange(k.shape[2])[None, :] > np.arange(q.shape[2])[:, None]
     scores[..., later] = -np.inf
     return scores
@@ -193,7 +204,8 @@ def causal_scores(q: Array, k: Array) -> Array:
 @_primitive(lambda weights, v: (*weights[:-1], v[-1]))
 def weighted_sum(weights: Array, v: Array) -> Array:
     """Return the weighted sum of the values for each query."""
-    return np.einsum("bhts,bhsk->bhtk", weights, v)
+    y: Array = np.einsum("bhts,bhsk->bhtk", weights, v)
+    return y
 
 
 @_primitive(lambda y: (y[0], y[2], y[1] * y[3]))
@@ -207,6 +219,7 @@ def merge_heads(y: Array) -> Array:
 
 
 def _flat(x: Shape) -> Shape:
+    # One unknown dim makes the product unknown.
     sizes = [size for size in x[1:] if size is not None]
     return (x[0], math.prod(sizes) if len(sizes) == len(x) - 1 else None)
 
@@ -240,7 +253,8 @@ def convolve(x: Array, weight: Array, *, stride: _Pair, padding: _Pair) -> Array
     (top, left), pads = padding, ((0, 0), (0, 0))
     padded = np.pad(x, (*pads, (top, top), (left, left)))
     windows = _windows(padded, weight.shape[2:], stride)
-    return np.einsum("bcpqij,ocij->bopq", windows, weight, optimize=True)
+    y: Array = np.einsum("bcpqij,ocij->bopq", windows, weight, optimize=True)
+    return y
 
 
 @_primitive(lambda x, bias: x)
@@ -252,4 +266,5 @@ def add_by_channel(x: Array, bias: Array) -> Array:
 @_primitive(lambda x, *, kernel, stride: (*x[:2], *_window_counts(x[2:], kernel, stride)))
 def max_pool(x: Array, *, kernel: _Pair, stride: _Pair) -> Array:
     """Return the maximum of each window of x_BCHW."""
-    return _windows(x, kernel, stride).max(axis=(-2, -1))
+    y: Array = _windows(x, kernel, stride).max(axis=(-2, -1))
+    return y

@@ -79,7 +79,7 @@ class ComputationNode:
             elif following not in seen:
                 stack.append((following, iter(following.inputs)))
 
-    def evaluate(self, feeds: Mapping[str | ComputationNode, Any]) -> Array:
+    def evaluate(self, feeds: Mapping[str | ComputationNode, object]) -> Array:
         """Compute the node.
 
         Parameters
@@ -107,6 +107,7 @@ class ComputationNode:
         for node in order:
             for given in node.inputs:
                 users[given] += 1
+        # By node, because a value that several nodes use is computed once.
         values: dict[ComputationNode, Array] = {}
         for node in order:
             if node.op == "input":
@@ -142,6 +143,7 @@ def _computed(node: ComputationNode, values: list[Array]) -> Array:
     if node.op == "layer":
         x, *arrays = values
         parameters = nested(dict(zip(node.attributes["parameter_names"], arrays, strict=True)))
+        # As in prediction: without dropout, and with nothing saved.
         y, _ = node.attributes["layer"].forward(parameters, x, Context(training=False))
         return np.asarray(y)
     if node.op not in PRIMITIVES:
@@ -208,7 +210,7 @@ def trace_chain(
     return _trace(chain, constants, x, input_shape)
 
 
-def _apply(op: str, *inputs: ComputationNode, **attributes: Any) -> ComputationNode:
+def _apply(op: str, *inputs: ComputationNode, **attributes: object) -> ComputationNode:
     shape = PRIMITIVES[op].shape(*(node.shape for node in inputs), **attributes)
     return ComputationNode(op, inputs, attributes, shape)
 
@@ -220,12 +222,14 @@ def _trace(
 
     ``sample`` is the shape of a sample, for layers whose output shape the graph leaves open.
     """
+    # A user's subclass that only changes settings or initial values keeps its base's operations.
     for kind in type(layer).__mro__:
         # A subclass with another ``forward`` computes something else: it becomes a "layer" node.
         if kind in _COMPOSITES and type(layer).forward is kind.forward:
             return _COMPOSITES[kind](layer, p, x, sample)
         if kind in _LEAVES and type(layer).forward is kind.forward:
             return _LEAVES[kind](layer, p, x)
+    # A layer of the user's own has no formula here, so that its node calls the layer itself.
     names = tuple(name for name, _ in layer.walk_parameters())
     open_dims = [dim for dim, size in enumerate(x.shape[1:]) if size is None]
     dynamic = dynamic_shapes(layer, sample, open_dims).dynamic_output_dims
@@ -255,6 +259,7 @@ def _linear(layer: Linear, p: _Constants, x: ComputationNode) -> ComputationNode
 
 
 def _feature_linear(layer: FeatureLinear, p: _Constants, x: ComputationNode) -> ComputationNode:
+    # The inactive features, whose weights take no part in the layer's result.
     columns = tuple(sorted(set(range(layer.inputs)) - set(layer.active)))
     return _linear(layer, p, _apply("zero_columns", x, columns=columns) if columns else x)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mpishard.base import (
     store,
     wide,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.passes import bits, compiled
@@ -42,6 +41,7 @@ def sigmoid(x: Array, out: Array | None = None) -> Array:
         Array for the result, which may be ``x``. If not given, a new array is made.
     """
     xp = NAMESPACES[type(x)]
+    # exp(-x) itself overflows for large negative x.
     small = xp.abs(x)
     xp.negative(small, out=small)
     xp.exp(small, out=small)
@@ -66,7 +66,7 @@ class ReLU(_Activation):
 
     computes_bfloat16 = True
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return max(x, 0) and save it.
 
         The next layer usually saves the same array, so that this costs no memory.
@@ -88,7 +88,7 @@ class ReLU(_Activation):
             y = np.maximum(x, 0)
         return y, y if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Set ``dy`` to 0 in place unless y > 0."""
         if dy.dtype == BFLOAT16:
             words = dy.view(np.int16)
@@ -106,7 +106,7 @@ class _SavedOutput(_Activation):
     computes_bfloat16 = True
     _name: str  # of the kernels in `mpishard.nn.device_passes`
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return y, in chunks that fit the cache, and save it."""
         if is_device_array(x):
             y = device_passes.activation(self._name, _contiguous(x))
@@ -124,7 +124,7 @@ class _SavedOutput(_Activation):
     def _squash(self, x: Array, y: Array) -> None:
         """Write the output of one chunk to y."""
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by the slope in place."""
         if is_device_array(dy):
             return _backward_on_device(self._name, saved, dy), None
@@ -174,7 +174,7 @@ class _SavedSlope(_Activation):
     _name: str  # of the kernel in `mpishard.nn.device_passes`
     _loop: Callable[..., None] | None = None  # Loop of `mpishard.nn.passes` for numba, if any.
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return y and save the slope dy/dx."""
         if is_device_array(x):
             return device_passes.activation_with_slope(
@@ -183,18 +183,23 @@ class _SavedSlope(_Activation):
         xp = NAMESPACES[type(x)]
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
+        # The loop makes output and slope in one pass; NumPy makes a pass for each operation, chunk
+        # by chunk.
         loop = None if self._loop is None else compiled(self._loop, flat_x)
+        slope: Array | None = None
         if loop is not None:
+            # The compiled loop always writes a slope: a variant without it would be compiled anew.
             slope = xp.empty_like(flat_x)
             loop(bits(flat_x), bits(flat_y), bits(slope))
             return flat_y.reshape(x.shape), slope if context.training else None
-        slope = xp.empty_like(flat_x) if context.training else None
+        if context.training:
+            slope = xp.empty_like(flat_x)
         for part in chunks(flat_x):
             y_part = scratch(flat_y[part])
             slope_part = None if slope is None else scratch(slope[part])
             self._activate(wide(flat_x[part]), y_part, slope_part)
             store(flat_y[part], y_part)
-            if slope is not None:
+            if slope is not None and slope_part is not None:
                 store(slope[part], slope_part)
         return flat_y.reshape(x.shape), slope
 
@@ -202,8 +207,9 @@ class _SavedSlope(_Activation):
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
         """Write the output of one chunk to y, and its slope to ``slope`` unless that is None."""
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by the saved slope in place."""
+        # One multiplication is bound by memory, and gains nothing from chunks.
         if not is_bfloat16(dy):
             dy *= saved.reshape(dy.shape)
             return dy, None
@@ -256,6 +262,7 @@ class GELU(_SavedSlope):
         h = square * (_GELU_SLOPE * _GELU_CUBIC)
         h += _GELU_SLOPE
         h *= x
+        # In place, because a new array for each operation would push the chunk out of the cache.
         xp.tanh(h, out=h)
         h *= 0.5
         h += 0.5
@@ -287,7 +294,7 @@ class Softmax(Layer):
             )
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return and save y. exp cannot overflow, as each row's maximum is subtracted first."""
         xp = NAMESPACES[type(x)]
         if xp is not np:
@@ -306,7 +313,7 @@ class Softmax(Layer):
         y = y_NV.reshape(x.shape)
         return y, y if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Overwrite ``dy`` with the input's gradient y_v (dy_v - sum_u y_u dy_u)."""
         y_NV = saved.reshape(-1, saved.shape[-1])
         if is_device_array(dy):
@@ -341,7 +348,7 @@ class SwiGLU(Layer):
             )
         return (*input_shape[:-1], input_shape[-1] // 2)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., 2 F) to y of shape (..., F), and save x itself."""
         if is_device_array(x):
             y_NF = device_passes.swiglu(_contiguous(x).reshape(-1, x.shape[-1]))
@@ -356,7 +363,7 @@ class SwiGLU(Layer):
             store(y_NF[rows], y)
         return y_NF.reshape(*x.shape[:-1], y_NF.shape[1]), x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient [dy b s (1 + a (1 - s)) | dy a s] of x = [a | b]."""
         if is_device_array(dy):
             dx_N2F = device_passes.swiglu_backward(
@@ -364,6 +371,7 @@ class SwiGLU(Layer):
                 _contiguous(dy).reshape(-1, dy.shape[-1]),
             )
             return dx_N2F.reshape(saved.shape), None
+        # A new array, because the gradient is twice as large as dy.
         dx = np.empty(saved.shape, dtype=dy.dtype)
         dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))
         dy_NF = dy.reshape(-1, dy.shape[-1])
@@ -371,6 +379,7 @@ class SwiGLU(Layer):
             d, dx_rows = wide(dy_NF[rows]), scratch(dx_N2F[rows])
             (a, b), (da, db) = _halves(wide(x_N2F[rows])), _halves(dx_rows)
             s = sigmoid(a)
+            # db holds the gate a s, and da the slope, until both are multiplied by dy.
             np.multiply(a, s, out=db)
             np.subtract(1.0, s, out=da)
             da *= db

@@ -29,7 +29,7 @@ from mpishard.base import (
     wide,
     wide_dtype,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.layers.products import product
@@ -82,6 +82,7 @@ class Attention(Layer):
     def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes(type(self).__name__, heads=heads, kv_heads=kv_heads)
+        # Each head of keys serves the same number of heads of queries.
         check_divides("kv_heads", kv_heads, "heads", heads)
         self.heads = heads
         self.kv_heads = kv_heads
@@ -104,11 +105,12 @@ class Attention(Layer):
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * width * pairs
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (B, T, (H + 2 G) K) to y_BTD.
 
-        Save x, y and the log of each softmax's denominator. With a cache, each row also attends
-        to the cached positions of its sequence: S is then larger than T.
+        Save x, y and the log of each softmax's denominator; on a GPU x with its heads first, and no
+        y. With a cache, each row also attends to the cached positions of its sequence: S is then
+        larger than T.
 
         Raises
         ------
@@ -118,10 +120,15 @@ class Attention(Layer):
         """
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
+        # An empty batch has no blocks, and no largest score.
         if not y.size:
             return y, (x, y, None) if context.training else None
-        q_BGQTK, k_BGSK, v_BGSK = self._split(x)
         y_BGQTK = self._by_head(y)
+        if context.cache is None and is_device_array(x):
+            heads_HBTK = self._heads_first(x)
+            logs = self._attend_on_device(*self._of_heads(heads_HBTK), y_BGQTK)
+            return y, (heads_HBTK, None, logs) if context.training else None
+        q_BGQTK, k_BGSK, v_BGSK = self._split(x)
         if context.cache is None:
             logsum_BGQT1 = self._attend(x, q_BGQTK, k_BGSK, v_BGSK, y_BGQTK)
             return y, (x, y, logsum_BGQT1) if context.training else None
@@ -138,25 +145,24 @@ class Attention(Layer):
         # Sequences of different lengths have no common S, so that each row is a batch of its own.
         for b, (k_1GSK, v_1GSK) in enumerate(context.cache.extend(context.path, k_BGSK, v_BGSK)):
             row = slice(b, b + 1)
-            self._attend(x[row], q_BGQTK[row], k_1GSK, v_1GSK, y_BGQTK[row])
+            if is_device_array(x):
+                self._attend_on_device(q_BGQTK[row], k_1GSK, v_1GSK, y_BGQTK[row])
+            else:
+                self._attend(x[row], q_BGQTK[row], k_1GSK, v_1GSK, y_BGQTK[row])
         return y, None
 
     def _attend(
         self, x: Array, q_BGQTK: Array, k_BGSK: Array, v_BGSK: Array, y_BGQTK: Array
     ) -> Array:
         """Write the output for x into y, and return the log of each softmax's denominator."""
-        xp = NAMESPACES[type(x)]
         cached = k_BGSK.shape[2] - x.shape[1]
-        logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
+        # In float32 for bfloat16 inputs: backward takes an exponential of the difference to it.
+        logsum_BGQT1 = np.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
         for rows, columns, start in self._blocks(x, cached):
             q, k, v, place = q_BGQTK[rows], k_BGSK[columns], v_BGSK[columns], y_BGQTK[rows]
             weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + start)
-            logsum = logsum.reshape(*place.shape[:-1], 1)
-            if logsum.shape == logsum_BGQT1.shape:  # There is only one block.
-                logsum_BGQT1 = logsum
-            else:
-                logsum_BGQT1[rows] = logsum
+            logsum_BGQT1[rows] = logsum.reshape(*place.shape[:-1], 1)
             if total is None:  # The weights are divided already.
                 _product(weights, v, place)
                 continue
@@ -172,18 +178,10 @@ class Attention(Layer):
         """Return a block's softmax weights, their divisors, and the logs of the denominators.
 
         The weights have the dtype of x. Divisors and logs have shape (B, G, P, 1), one per row. A
-        compiled loop or a GPU divides while a row is in the cache, and its divisors are None. NumPy
-        leaves the division to the caller, who divides the output, which is smaller than the scores.
+        compiled loop divides while a row is in the cache, and its divisors are None. NumPy leaves
+        the division to the caller, who divides the output, which is smaller than the scores.
         """
         scale = 1.0 / math.sqrt(q.shape[-1])
-        if is_device_array(x):
-            scores_BGPS = _scores(q, k, 1.0)
-            queries = q.shape[-2] if self.causal else 0
-            return (
-                scores_BGPS,
-                None,
-                device_passes.softmax(scores_BGPS, scores_BGPS, scale, start, queries),
-            )
         loop = compiled(passes.softmax_forward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
         # Small scores need no maximum per row: exponentials, and sums of them, are then well inside
@@ -208,6 +206,7 @@ class Attention(Layer):
             )
             return weights, None, logsum
         if not are_small:
+            # Without it the exponential of a large score is infinite.
             scores_BGPS -= largest
         np.exp(scores_BGPS, out=scores_BGPS)
         total = np.einsum("...ps->...p", scores_BGPS)[..., None]
@@ -229,12 +228,6 @@ class Attention(Layer):
     ) -> tuple[Array, Array]:
         """Return a block's softmax weights and the gradient of its scores, in the dtype of x."""
         scale = 1.0 / math.sqrt(q.shape[-1])
-        if is_device_array(x):
-            scores_BGPS, dscores_BGPS = _scores(q, k, 1.0), _scores(d, v, 1.0)
-            queries = q.shape[-2] if self.causal else 0
-            logs = NAMESPACES[type(x)].ascontiguousarray(logsum)
-            device_passes.softmax_backward(scores_BGPS, dscores_BGPS, logs, scale, start, queries)
-            return scores_BGPS, dscores_BGPS
         loop = compiled(passes.softmax_backward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
         if loop is not None:
@@ -256,6 +249,7 @@ class Attention(Layer):
         # exp(score - logsum) is the softmax of the forward pass, which saved one number per row.
         scores_BGPS -= _joined(logsum)
         np.exp(scores_BGPS, out=scores_BGPS)
+        # The scale is applied to K numbers for each query instead of S scores.
         scaled_d = wide(d) * scale
         if is_bfloat16(d):
             dscores_BGPS = _scores(d, v, scale)
@@ -268,7 +262,7 @@ class Attention(Layer):
         dscores_BGPS *= scores_BGPS
         return _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the gradient of x.
 
         With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_S(P dP)). This
@@ -277,6 +271,8 @@ class Attention(Layer):
         shorter.
         """
         x, y, logsum_BGQT1 = saved
+        if is_device_array(dy) and dy.size:
+            return self._backward_on_device(x, logsum_BGQT1, dy), None
         xp = NAMESPACES[type(x)]
         dx = xp.empty(x.shape, dtype=x.dtype)
         if not y.size:
@@ -289,24 +285,86 @@ class Attention(Layer):
             q, d, k, v = q_BGQTK[rows], dy_BGQTK[rows], k_BGSK[columns], v_BGSK[columns]
             is_first = start + d.shape[3] == x.shape[1]
             if is_first:
+                # Float32 sums over all blocks of queries, which are rounded to bfloat16 once, at
+                # the end.
                 dk_all, dv_all = scratch(dk_BGSK[columns[:2]]), scratch(dv_BGSK[columns[:2]])
             dk, dv = dk_all[:, :, columns[2]], dv_all[:, :, columns[2]]
             scores_BGPS, dscores_BGPS = self._softmax_backward(
                 x, q, k, v, d, y_BGQTK[rows], logsum_BGQT1[rows], mask_RR, start
             )
             _product(dscores_BGPS, k, dq_BGQTK[rows])
+            # A product over P also sums over the heads of queries that share the keys and values.
+            scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
             # The block of the last queries comes first and reaches every key: it writes to dk and
             # dv, and all other blocks add to them.
             if is_first:
-                _key_product(scores_BGPS, d, dv)
-                _key_product(dscores_BGPS, q, dk)
+                product(scores_BGSP, _joined(d), dv)
+                product(dscores_BGSP, _joined(q), dk)
             else:
-                dv += _key_product(scores_BGPS, d, _apart(dv))
-                dk += _key_product(dscores_BGPS, q, _apart(dk))
+                dv += product(scores_BGSP, _joined(d), _apart(dv))
+                dk += product(dscores_BGSP, _joined(q), _apart(dk))
+            # The block of the first queries is the last of its samples and groups.
             if start == 0:
                 store(dk_BGSK[columns[:2]], dk_all)
                 store(dv_BGSK[columns[:2]], dv_all)
         return dx, None
+
+    def _heads_first(self, x: Array) -> Array:
+        """Return a copy of x of shape (H + 2 G, B, T, K), whose heads are whole matrices."""
+        heads_BTHK = x.reshape(*x.shape[:2], self.heads + 2 * self.kv_heads, -1)
+        return NAMESPACES[type(x)].ascontiguousarray(heads_BTHK.transpose(2, 0, 1, 3))
+
+    def _of_heads(self, heads_HBTK: Array) -> tuple[Array, Array, Array]:
+        """Return the views of `_split` for the result of `_heads_first`."""
+        q_GQBTK = heads_HBTK[: self.heads].reshape(self.kv_heads, -1, *heads_HBTK.shape[1:])
+        k_GBSK = heads_HBTK[self.heads : self.heads + self.kv_heads]
+        v_GBSK = heads_HBTK[self.heads + self.kv_heads :]
+        return q_GQBTK.transpose(2, 0, 1, 3, 4), k_GBSK.swapaxes(0, 1), v_GBSK.swapaxes(0, 1)
+
+    def _device_blocks(self, q_QMTK: Array, k_MSK: Array) -> list[device_passes.Block]:
+        shared, matrices, queries = q_QMTK.shape[:3]
+        # On a GPU launches cost more than memory traffic, so that blocks are as large as memory
+        # allows.
+        limit = int(device_bytes(q_QMTK) * _SHARE_OF_DEVICE) // q_QMTK.dtype.itemsize
+        return device_passes.blocks_of(
+            matrices, shared, queries, k_MSK.shape[1], limit=limit, causal=self.causal
+        )
+
+    def _attend_on_device(
+        self, q_BGQTK: Array, k_BGSK: Array, v_BGSK: Array, y_BGQTK: Array
+    ) -> list[Array]:
+        """Write the output to y, and return the logs of the denominators of each block."""
+        q_QMTK, k_MSK, v_MSK = _by_matrix(q_BGQTK), _by_matrix(k_BGSK), _by_matrix(v_BGSK)
+        blocks = self._device_blocks(q_QMTK, k_MSK)
+        y_QMTK, logs = device_passes.attend(q_QMTK, k_MSK, v_MSK, blocks, causal=self.causal)
+        y_QGBTK = y_QMTK.reshape(q_BGQTK.shape[2], *q_BGQTK.shape[1::-1], *q_BGQTK.shape[3:])
+        y_BGQTK[...] = y_QGBTK.transpose(2, 1, 0, 3, 4)
+        return logs
+
+    def _backward_on_device(self, heads_HBTK: Array, logs: list[Array], dy: Array) -> Array:
+        """Return the gradient of x."""
+        q_BGQTK, k_BGSK, v_BGSK = self._of_heads(heads_HBTK)
+        d_QMTK = _by_matrix(self._by_head(dy))
+        dheads_HBTK = NAMESPACES[type(dy)].empty_like(heads_HBTK)
+        dq_BGQTK, dk_BGSK, dv_BGSK = self._of_heads(dheads_HBTK)
+        q_QMTK, k_MSK, dq_QMTK = _by_matrix(q_BGQTK), _by_matrix(k_BGSK), _by_matrix(dq_BGQTK)
+        device_passes.attend_backward(
+            q_QMTK,
+            k_MSK,
+            _by_matrix(v_BGSK),
+            d_QMTK,
+            logs,
+            self._device_blocks(q_QMTK, k_MSK),
+            dq_QMTK,
+            _by_matrix(dk_BGSK),
+            _by_matrix(dv_BGSK),
+            causal=self.causal,
+        )
+        if self.heads != self.kv_heads:  # Then dq is no view of the heads.
+            dq_QGBTK = dq_BGQTK.transpose(2, 1, 0, 3, 4)
+            dq_QGBTK[...] = dq_QMTK.reshape(dq_QGBTK.shape)
+        dx = dheads_HBTK.transpose(1, 2, 0, 3)
+        return NAMESPACES[type(dy)].ascontiguousarray(dx).reshape(*dy.shape[:2], -1)
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
         """Return views of x: queries of shape (B, G, Q, T, K), keys and values (B, G, T, K)."""
@@ -357,10 +415,9 @@ class Attention(Layer):
         """Return the maximum numbers of samples, groups of heads, and queries of a block."""
         length = int(x.shape[1])
         keys = length + cached
-        if is_device_array(x):
-            limit = int(device_bytes(x) * _SHARE_OF_DEVICE) // x.dtype.itemsize
-        else:
-            limit = chunk_length(x)
+        limit = chunk_length(x)
+        # First the queries of a block, then groups, then samples: products of many queries are the
+        # fastest.
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
         if compiled(passes.softmax_forward, x) is not None:
             limit *= 2  # A loop passes over the scores twice, and NumPy eight times.
@@ -373,11 +430,9 @@ class Attention(Layer):
     def _causal_mask(self, x: Array, cached: int = 0) -> Array:
         """Return the mask of a block's own positions: 0, or -infinity for a key after its query.
 
-        Keys before the block need no mask, and there are no scores of keys after it. The softmax of
-        a GPU needs no mask: it is given the number of keys that each query sees.
+        Keys before the block need no mask, and there are no scores of keys after it.
         """
-        is_used = self.causal and not is_device_array(x)
-        rows = self._block_sizes(x, cached)[2] if is_used else 0
+        rows = self._block_sizes(x, cached)[2] if self.causal else 0
         return np.triu(np.full((rows, rows), -np.inf, dtype=wide_dtype(x)), k=1)
 
 
@@ -401,6 +456,16 @@ class CausalAttention(Attention):
         super().__init__(heads, causal=True, kv_heads=kv_heads)
 
 
+def _by_matrix(a: Array) -> Array:
+    """Return a_BGQTK as (Q, G B, T, K), or a_BGSK as (G B, S, K): a view of heads that are first.
+
+    A copy if the array has another layout, or if there are several heads of queries in a group.
+    """
+    order = (2, 1, 0, 3, 4) if a.ndim == 5 else (1, 0, 2, 3)
+    whole = NAMESPACES[type(a)].ascontiguousarray(a.transpose(*order))
+    return whole.reshape(*whole.shape[: a.ndim - 4], -1, *a.shape[-2:])
+
+
 def _joined(a_BGQRK: Array) -> Array:
     """Return the rows of all heads of a group as one dim, (B, G, P, K): a copy only if Q > 1."""
     return a_BGQRK.reshape(*a_BGQRK.shape[:2], -1, a_BGQRK.shape[-1])
@@ -412,21 +477,9 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
         product(a_BGPS, b_BGSK, out_BGQRK[:, :, 0])
     else:
         shape = *a_BGPS.shape[:-1], b_BGSK.shape[-1]
+        # BLAS writes only to matrices with one stride, and the rows of several heads have two.
         y_BGPK = product(a_BGPS, b_BGSK, NAMESPACES[type(a_BGPS)].empty(shape, out_BGQRK.dtype))
         out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
-
-
-def _key_product(scores_BGPS: Array, a_BGQRK: Array, out_BGSK: Array) -> Array:
-    """Write ``scores^T a`` for each head, and return ``out_BGSK``.
-
-    The product over P also sums over the heads of queries that share the keys and values.
-    """
-    a_BGPK = _joined(a_BGQRK)
-    if is_device_array(a_BGPK):
-        # CuPy copies transposed operands. So a is transposed, which is much smaller than scores.
-        out_BGSK[...] = product(a_BGPK.swapaxes(-1, -2), scores_BGPS).swapaxes(-1, -2)
-        return out_BGSK
-    return product(scores_BGPS.swapaxes(-1, -2), a_BGPK, out_BGSK)
 
 
 def _rows(a_BGPS: Array) -> Array:
@@ -437,8 +490,10 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     """Return ``scale * q k^T`` for each head; bfloat16 is scaled in float32, after the product."""
     k_BGKS = k_BGSK.swapaxes(-1, -2)
     if not is_bfloat16(q_BGQRK):
+        # The queries are scaled, because they have K numbers for each row of S scores.
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
-        return product(_joined(scaled), k_BGKS)
+        scores: Array = np.matmul(_joined(scaled), k_BGKS)
+        return scores
     q_BGPK = _joined(q_BGQRK)
     scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
     if scale != 1.0:

@@ -105,6 +105,7 @@ class KeyValueCache:
     def free(self, sequence: int) -> None:
         """Remove a sequence, whose blocks become free for others."""
         self._check([sequence])
+        # Sorted again, so that the next sequence gets the lowest blocks, if possible in a row.
         self._free = sorted(self._free + self._blocks.pop(sequence))
         del self._lengths[sequence]
 
@@ -126,6 +127,7 @@ class KeyValueCache:
             them. Nothing has changed then.
         """
         self._check(sequences)
+        # Two rows of one sequence would write to the same positions.
         if len({*sequences}) < len(sequences):
             raise ValueError(f"a pass reads each sequence once, got {[*sequences]}")
         stops = {sequence: self._lengths[sequence] + count for sequence in sequences}
@@ -146,6 +148,7 @@ class KeyValueCache:
         self._rows = [self._slots_of(sequence, stop) for sequence, stop in stops.items()]
         try:
             yield
+        # Also for KeyboardInterrupt: the blocks would be lost for the cache's lifetime.
         except BaseException:
             for sequence, number in wanted.items():
                 kept = len(self._blocks[sequence]) - number
@@ -153,6 +156,7 @@ class KeyValueCache:
                 del self._blocks[sequence][kept:]
             raise
         else:
+            # Only now, because every layer of the pass must append at the same position.
             self._lengths.update(stops)
         finally:
             self.starts, self._rows, self._count = [], [], 0

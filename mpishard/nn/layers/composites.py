@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from mpishard.base import Array, require_type
-from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo
+from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo, Saved
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
 from mpishard.nn.passes import added
 from mpishard.sharding import ParameterTable
@@ -54,18 +54,21 @@ class Sequential(Layer):
         if any(isinstance(layer, Mapping) for layer in layers):
             if len(layers) > 1:
                 raise ValueError("Sequential takes either layers or one mapping, not both")
+            # A copy, because the caller may change the mapping later.
             named = dict(named["0"])
         if not named:
             raise ValueError("Sequential needs at least one layer")
         for name, layer in named.items():
             require_type("a layer's name", name, str)
             require_type(f"layer {name!r}", layer, Layer)
+            # Dots separate the names of nested layers in a parameter's name.
             if not name or "." in name:
                 raise ValueError(f"a layer's name must not be empty or hold a dot, got {name!r}")
         self.children = named
 
     def copy(self) -> Self:
         """Return a chain of copies; a layer that is in the chain twice is copied once."""
+        # By identity: a shared layer shares its parameters, and its copies must do so, too.
         own = {id(child): child.copy() for child in self.children.values()}
         chain = super().copy()
         chain.children = {name: own[id(child)] for name, child in self.children.items()}
@@ -95,7 +98,7 @@ class Sequential(Layer):
             yield child, shape
             shape = child.output_shape(shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Run the layers in order, and save the list of their saved values."""
         saved = []
         for name, child in self.children.items():
@@ -103,41 +106,49 @@ class Sequential(Layer):
             saved.append(child_saved)
         return x, saved if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Run `backward_input` of the layers in reverse; pending lists theirs in that order."""
         pending = []
+        dx: Array | None = dy
+        del dy  # held no longer than a layer needs it
         for name, child in reversed(self.children.items()):
+            assert dx is not None, "only the first layer has no input gradient"
             # pop and not an index, so that a layer's activations are freed as soon as it used them.
-            dy, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dy)
+            dx, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dx)
             pending.append(child_pending)
-        return dy, pending
+        return dx, pending
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Run `backward_weight` of the layers, first layer first."""
         for name, child in self.children.items():
+            # backward_input appended from the last layer to the first, so that pop gives the first
+            # one's.
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves layer by layer, last layer first, so that little is pending."""
         # Only the first layer may leave out its input gradient: it is dy of the layer before.
         first = next(iter(self.children))
+        dx: Array | None = dy
+        del dy  # held no longer than a layer needs it
         for name, child in reversed(self.children.items()):
-            dy = child.backward(
+            assert dx is not None, "only the first layer has no input gradient"
+            dx = child.backward(
                 p.get(name, _NONE),
                 saved.pop(),
-                dy,
+                dx,
                 g.get(name, _NONE),
                 needs_input_gradient=needs_input_gradient or name != first,
             )
-        return dy
+        return dx
 
 
 class Residual(Layer):
@@ -163,6 +174,7 @@ class Residual(Layer):
     def __init__(self, *inner: Layer | Mapping[str, Layer]) -> None:
         first = inner[0] if len(inner) == 1 else None
         self.inner = first if isinstance(first, Sequential) else Sequential(*inner)
+        # Without a level of its own, so that names of parameters do not repeat "inner".
         self.children = self.inner.children
 
     def copy(self) -> Self:
@@ -189,33 +201,36 @@ class Residual(Layer):
         """Return the sizes of the inner layers' outputs, and of the sum."""
         return self.inner.estimated_activation_size(input_shape) + math.prod(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Add x to the inner output."""
         y, saved = self.inner.forward(p, x, context)
         # The sum is a new array, because the inner layers may have saved y.
         return added(x, y), saved
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the inner gradient plus ``dy``."""
         # The inner layers may overwrite their dy, and the sum below needs it: they get a copy.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
+        assert dx is not None, "a sum with x has an input gradient"
         return added(dx, dy, out=dx), pending
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Run `backward_weight` of the inner layers."""
         self.inner.backward_weight(pending, g)
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
     ) -> Array:
         """Run both halves, layer by layer, and always return the input's gradient."""
+        # A copy, as in `backward_input`. A model rarely begins with a Residual: dx is always made.
         dx = self.inner.backward(p, saved, dy.copy(), g)
+        assert dx is not None, "a sum with x has an input gradient"
         return added(dx, dy, out=dx)
 
 
@@ -277,6 +292,7 @@ def dynamic_shapes(
                 changed = layer.output_shape(shape) if other > 0 else None
             except ValueError:
                 continue
+            # A size that changes the number of dims is not a size of the same model.
             if changed is not None and len(changed) == len(output_shape):
                 inputs.add(dim)
                 outputs |= {d for d, n in enumerate(changed) if n != output_shape[d]}

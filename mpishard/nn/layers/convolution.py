@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -23,7 +22,7 @@ from mpishard.base import (
     wide,
     wide_dtype,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (
     Context,
@@ -85,6 +84,8 @@ class Windows:
         (..., *counts).
         """
         (rows, columns), (down, right) = counts, self.stride
+        # One strided view for each position in the kernel: few and large copies, without index
+        # arrays.
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
                 yield image[
@@ -94,7 +95,7 @@ class Windows:
                 ]
 
 
-def size_pair(owner: str, name: str, value: Any, least: int = 1) -> Pair:
+def size_pair(owner: str, name: str, value: object, least: int = 1) -> Pair:
     """Return ``value``, an integer or a pair of integers, as a pair (rows, columns).
 
     Raises
@@ -145,9 +146,13 @@ class WindowColumns:
         # Dims of a sample's columns: channels, positions in a window, P and Q.
         self._dims = (channels, math.prod(windows.kernel), *counts)
         self._size = math.prod(self._dims)
+        # A few samples at a time, because columns take as much memory as kernel positions times the
+        # image.
         limit = _CHUNKS_AT_A_TIME * chunk_length(images)
         self._samples = max(1, min(batch, limit // self._size))
         dtype = images.dtype if dtype is None else dtype
+        # Allocated once for each pass: new memory for each chunk would have to be cleared by the
+        # kernel.
         self._scratch = xp.empty(min(batch, self._samples) * self._size, dtype=dtype)
         down, right = windows.padding
         self._inner = (..., slice(down, down + height), slice(right, right + width))
@@ -177,6 +182,7 @@ class WindowColumns:
         """Return the columns of all samples side by side, shape (K, B S)."""
         samples = images_BCHW.shape[0]
         (channels, positions, *counts), flat = self._dims, self._scratch[: samples * self._size]
+        # Samples behind positions, so that one product sums over all samples of the chunk.
         columns = flat.reshape(channels, positions, samples, *counts)
         self._gather(images_BCHW, columns.transpose(2, 0, 1, 3, 4))
         return flat.reshape(channels * positions, -1)
@@ -301,11 +307,12 @@ class Conv2D(Layer):
             )
         return (self.outputs, *self.windows.counts(*input_shape[1:]))
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BCHW to y_BOPQ, and save x itself."""
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         y_BOS = _with_flat_images(y)
+        # A view: the kernels are the rows of a matrix already.
         w_OK = p["weight"].reshape(self.outputs, -1)
         bias_O1 = wide(p["bias"])[:, None] if self.bias else None
         columns = WindowColumns(self.windows, x, y.shape[2:])
@@ -318,7 +325,7 @@ class Conv2D(Layer):
             store(y_BOS[rows], part)
         return y, x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient: w^T dy, the columns' gradient, summed for each pixel."""
         xp = NAMESPACES[type(dy)]
         dx = xp.empty(saved.shape, dtype=dy.dtype)
@@ -332,15 +339,17 @@ class Conv2D(Layer):
             store(dx[rows], part)
         return dx, (saved, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add dy times the columns to the weight's gradient, and the sum of dy to the bias's."""
         x, dy = pending
         xp = NAMESPACES[type(dy)]
+        # There is no chunk that would write the gradient.
         if x.shape[0] == 0:
             return
         dy_BOS = _with_flat_images(dy)
         columns = WindowColumns(self.windows, x, dy.shape[2:])
         target = unwritten(g, "weight")
+        # The first chunk may write, if nothing has been added to the gradient yet; all others add.
         is_written = target is None
         dw_OK = (g["weight"] if target is None else target).reshape(self.outputs, -1)
         for rows in columns.chunks():
@@ -397,7 +406,7 @@ class MaxPool2D(Layer):
             raise ValueError(f"MaxPool2D needs samples of shape (C, H, W), got {input_shape}")
         return (input_shape[0], *self.windows.counts(*input_shape[1:]))
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BCHW to y_BCPQ, and save x's shape and each maximum's position in its window."""
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
@@ -419,12 +428,13 @@ class MaxPool2D(Layer):
             store(y[rows], largest)
         return y, None if which is None else (x.shape, which)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the elements of ``dy`` at the positions of the maxima, and 0 elsewhere."""
         shape, which = saved
         dx = NAMESPACES[type(dy)].empty(shape, dtype=dy.dtype)
         for rows in chunks(dx):
             part, d, chosen = scratch(dx[rows]), wide(dy[rows]), which[rows]
+            # Pixels without a maximum keep the 0.
             part.fill(0)
             for position, view in enumerate(self.windows.views(part, dy.shape[2:])):
                 # Elements are added, because overlapping windows may have the same maximum.
@@ -444,11 +454,11 @@ class Flatten(Layer):
         """Return the product of the dims, (1,) for samples without dims."""
         return (math.prod(input_shape),)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return a view of x if its memory layout allows, otherwise a copy, and save x's shape."""
         y = x.reshape(x.shape[0], *self.output_shape(x.shape[1:]))
         return y, x.shape if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return ``dy`` in the shape of x."""
         return dy.reshape(saved), None

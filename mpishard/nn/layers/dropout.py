@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from mpishard.base import (
     store,
     wide,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
@@ -68,13 +67,14 @@ class Dropout(Layer):
         """Return the input's shape."""
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Mask x of shape (B, ...), and save the mask, which takes one byte for each element."""
+        # x itself: no layer may write to its input.
         if not (context.training and self.is_random):
             return x, None
         return self.mask_by(x, MaskStream(context, math.prod(x.shape[1:]), self.rate))
 
-    def mask_by(self, x: Array, stream: MaskStream) -> tuple[Array, Any]:
+    def mask_by(self, x: Array, stream: MaskStream) -> tuple[Array, Saved]:
         """Do what `forward` does in training, with the next masks of a stream.
 
         A GPU makes them itself: they are those of the host, bit by bit.
@@ -82,13 +82,12 @@ class Dropout(Layer):
         if not is_device_array(x):
             return self.mask(x, stream.next_masks)
         xp = NAMESPACES[type(x)]
+        # The kernel numbers elements in C order, as the host's masks do.
         x_BE = xp.ascontiguousarray(x).reshape(x.shape[0], math.prod(x.shape[1:]))
         y_BE, mask_BE = device_passes.dropout(x_BE, 1.0 / (1.0 - self.rate), **stream.state())
         return y_BE.reshape(x.shape), mask_BE
 
-    def mask(
-        self, x: Array, next_masks: Callable[[int], np.ndarray[Any, Any]]
-    ) -> tuple[Array, Any]:
+    def mask(self, x: Array, next_masks: Callable[[int], Array]) -> tuple[Array, Saved]:
         """Do what `forward` does in training, with given masks.
 
         Parameters
@@ -111,8 +110,9 @@ class Dropout(Layer):
             store(y_BE[rows], y)
         return y_BE.reshape(x.shape), mask_BE
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Multiply ``dy`` by m / (1 - rate) in place."""
+        # Forward returned its input, at rate 0.
         if saved is None:
             return dy, None
         scale = 1.0 / (1.0 - self.rate)
@@ -151,6 +151,7 @@ class MaskStream:
     def __init__(
         self, context: Context, elements: int, rate: float, part: tuple[int, int] | None = None
     ) -> None:
+        # The word "dropout" keeps these bits apart from those of initial values and sample orders.
         key = f"dropout/{int(context.seed)}/{int(context.step)}/{context.path}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         # The generator can begin only at a whole count. The words before the part in its first
@@ -178,18 +179,19 @@ class MaskStream:
             "skipped": self._words.start,
         }
 
-    def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
+    def next_masks(self, samples: int) -> Array:
         """Return the masks of the next samples, a bool array (samples, elements of the part)."""
         if self._counts_between:
             # The generator skips the words between two samples' parts, so that each is a call.
             words = np.stack([self._next_words(1) for _ in range(samples)])
         else:
             words = self._next_words(samples).reshape(samples, -1)
-        masks: np.ndarray[Any, Any] = words[:, self._words] >= self._threshold
+        masks: Array = words[:, self._words] >= self._threshold
         return masks
 
-    def _next_words(self, samples: int) -> np.ndarray[Any, Any]:
+    def _next_words(self, samples: int) -> Array:
         """Return the words of ``samples`` samples end to end, and advance to the next sample."""
+        # Each raw number has 64 bits, two words.
         words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
         if self._counts_between:
             self._generator.advance(self._counts_between)

@@ -7,7 +7,6 @@ input in one dim, U distinct tokens among them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mpishard.base import (
     to_host,
     wide,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes
 from mpishard.nn.checks import refuse_if_any
 from mpishard.nn.layers.initializers import normal
@@ -77,10 +76,12 @@ class Embedding(Layer):
 
     def check_input(self, x: Array) -> None:
         """Refuse arrays of other dtypes than integers, and tokens outside [0, V)."""
+        # Refuses objects that are no arrays, with the error that names the conversion.
         array_namespace(x)
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if is_device_array(x):
+            # The host reads one count, and the tokens only if it is not 0.
             outside = device_passes.count_outside(x, self.vocabulary_size)
             refuse_if_any(outside, lambda: self._refuse_outside(to_host(x)))
         elif x.size:
@@ -98,7 +99,7 @@ class Embedding(Layer):
         """Return (..., width) for the shape (...): each token becomes a vector."""
         return (*input_shape, self.width)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Look up integer tokens of any shape, and save them.
 
         On a GPU a token outside [0, V) gives NaN here, because the host would have to wait for a
@@ -111,11 +112,11 @@ class Embedding(Layer):
         self.check_input(x)
         return p["weight"].take(x, axis=0), x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[None, Saved]:
         """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add each row of dy to the gradient of its token's row."""
         tokens, dy = pending
         add_rows(g["weight"], tokens.reshape(-1), wide(dy).reshape(-1, self.width))
@@ -189,7 +190,7 @@ class PositionalEmbedding(Layer):
             )
         return input_shape
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Add P[:T] to each sample of x_BTD, or P[S : S + T] after S cached positions.
 
         Raises
@@ -197,6 +198,7 @@ class PositionalEmbedding(Layer):
         ValueError
             If the table has fewer positions.
         """
+        # Refuses more positions than the table has, before NumPy would broadcast a short slice.
         self.output_shape(x.shape[1:])
         # Sequences of a cache have different lengths: each row continues at its own position.
         starts = [0] if context.cache is None else context.cache.starts
@@ -212,11 +214,12 @@ class PositionalEmbedding(Layer):
         positions_BT = xp.asarray(starts)[:, None] + xp.arange(x.shape[1])
         return added(x, p["weight"][positions_BT]), None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return ``dy`` itself; pending is its sum over the batch, an array of its own."""
+        # Summed now, because the layer before may overwrite dy in place.
         return dy, wide(dy).sum(axis=0)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the sum over the batch to the first T rows."""
         length = pending.shape[0]
         dw_CD = unwritten(g, "weight")
@@ -226,4 +229,5 @@ class PositionalEmbedding(Layer):
             return
         dw_CD[:length] = pending
         if length < self.context_length:
+            # Positions that the batch does not have; the memory holds old values.
             dw_CD[length:] = 0

@@ -32,12 +32,14 @@ def parameter_generator(seed: int, name: str) -> np.random.Generator:
     name : str
         The parameter's full dotted name.
     """
+    # Not Python's hash(), which differs from process to process.
     digest = hashlib.blake2b(f"{int(seed)}/{name}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def zeros() -> Initializer:
     """Return an initializer that sets all elements to 0."""
+    # Not a lambda, which pickle refuses.
     return partial(_constant, 0.0)
 
 

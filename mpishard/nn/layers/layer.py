@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mpishard.base import Array, address, array_namespace, as_count, as_flag, require_type
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry
 
-Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], Array]
 """``initializer(generator, shape)`` returns a float64 array of that shape."""
 
 Parameters = Mapping[str, Any]
@@ -68,6 +68,7 @@ class ParameterSpec:
     def __post_init__(self) -> None:
         # Sizes of NumPy's types could not be written as JSON.
         shape = tuple(as_count("a size of shape", size, least=0) for size in self.shape)
+        # The class is frozen, and refuses an ordinary assignment.
         object.__setattr__(self, "shape", shape)
         # A parameter that is another one needs no initial value.
         is_needed = self.tied_to is None or self.initializer is not None
@@ -152,6 +153,7 @@ class Layer(ABC):
 
     def walk_parameters(self, prefix: str = "") -> Iterator[tuple[str, ParameterSpec]]:
         """Yield (dotted name, description) of own and inner parameters, in table order."""
+        # Own parameters come first, so that the table's order is that of the layers in the chain.
         for name, spec in self.parameters.items():
             yield prefix + name, spec
         for name, child in self.children.items():
@@ -163,6 +165,7 @@ class Layer(ABC):
         Later changes of settings in one do not affect the other. Objects such as initializers are
         shared. A composite copies its children, too.
         """
+        # Shallow, because a layer has settings and no arrays.
         return copy.copy(self)
 
     @property
@@ -200,6 +203,7 @@ class Layer(ABC):
         first = next(iter(self.children.values()), None)
         if first is not None:
             first.check_input(x)
+        # Complex numbers and objects, which NumPy would multiply without an error.
         elif x.dtype.kind not in "biuf":
             raise TypeError(f"{type(self).__name__} takes real numbers, got an array of {x.dtype}")
 
@@ -226,7 +230,7 @@ class Layer(ABC):
         return math.prod(self.output_shape(input_shape))
 
     @abstractmethod
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Compute the output.
 
         Returns
@@ -238,7 +242,7 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Compute the gradient of the input from the gradient ``dy`` of the output.
 
         ``dy`` belongs to this method, which may overwrite it.
@@ -252,24 +256,25 @@ class Layer(ABC):
             because the previous layer overwrites ``dx``.
         """
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the gradients of the layer's parameters to ``g``."""
 
     def backward(
         self,
         p: Parameters,
-        saved: Any,
+        saved: Saved,
         dy: Array,
         g: Gradients,
         *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array | None:
         """Run both halves, leaf by leaf: add to ``g`` and return the input's gradient.
 
         If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
         leave that gradient out and return None. For a linear layer this saves one of two products.
         """
         if self.pending_is_saved_and_dy and not needs_input_gradient:
+            # The order does not matter here: nothing overwrites dy, as no input gradient is made.
             self.backward_weight((saved, dy), g)
             return None
         dx, pending = self.backward_input(p, saved, dy)
@@ -312,10 +317,11 @@ class GradientTargets(MutableMapping[str, Any]):
         array = self.unwritten(name)
         if array is None:
             return self._array(name)
+        # Cleared only when a layer asks for it, so that layers that write at once save this pass.
         array.fill(0)
         return array
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         """Set the gradient of ``name`` to ``value``, as ``g[name] += part`` does at its end.
 
         The memory stays the same: the values of another array are copied into it.
@@ -347,6 +353,7 @@ class GradientTargets(MutableMapping[str, Any]):
                 self._array(name).fill(0)
 
     def __iter__(self) -> Iterator[str]:
+        # Each inner layer once, as in a nested mapping of plain arrays.
         return iter(dict.fromkeys(name.partition(".")[0] for name in self._entries))
 
     def __len__(self) -> int:
@@ -365,6 +372,8 @@ class GradientTargets(MutableMapping[str, Any]):
         }
         if not inner:
             raise KeyError(name)
+        # The set is shared, so that a tied weight that one layer has written is added to by the
+        # other.
         return GradientTargets(inner, self._find, self._unwritten)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from mpishard.base import (
     NAMESPACES,
@@ -14,7 +13,7 @@ from mpishard.base import (
     is_device_array,
     is_size,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (
@@ -77,6 +76,7 @@ class Linear(Layer):
             initializer = kaiming_uniform(inputs)
         self._parameters = {"weight": ParameterSpec((outputs, inputs), initializer, tied_to)}
         if self.bias:
+            # Behind the weight: the order is that of the flat vector, and of files.
             self._parameters["bias"] = ParameterSpec((outputs,), zeros())
 
     @property
@@ -93,18 +93,20 @@ class Linear(Layer):
             )
         return (*input_shape[:-1], self.outputs)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I) to y of shape (..., O), and save x itself."""
         x_NI = x.reshape(-1, self.inputs)
+        # One product of all rows, because BLAS is fastest on one large matrix.
         y_NO = product(x_NI, p["weight"].T, bias=p["bias"] if self.bias else None)
         return y_NO.reshape(*x.shape[:-1], self.outputs), x if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient dy W, of shape (..., I)."""
+        # A new array, because dy is still needed for the weight's gradient.
         dx_NI = product(dy.reshape(-1, self.outputs), p["weight"])
         return dx_NI.reshape(saved.shape), (saved, dy)
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add dy^T x to the weight's gradient, and the sum of dy's rows to the bias's gradient."""
         x, dy = pending
         x_NI = x.reshape(-1, self.inputs)
@@ -128,6 +130,7 @@ class Linear(Layer):
                 part = scratch[: block.stop - start]
                 product(dy_NO[:, block].T, x_NI, part)
                 dw_OI[block] += part
+        # On a GPU one kernel sums and writes. On the host the sum is a product with ones.
         if self.bias and is_device_array(dy_NO):
             device_passes.column_sums(dy_NO, *gradient_places(g, "bias"))
         elif self.bias:
@@ -149,6 +152,7 @@ class FeatureLinear(Linear):
     @property
     def active(self) -> tuple[int, ...]:
         """Indices of the active features, ascending."""
+        # Sorted, because it is written to files, and compared between ranks.
         return tuple(sorted(self._active))
 
     @active.setter
@@ -171,7 +175,7 @@ class FeatureLinear(Linear):
             )
         return frozenset(int(index) for index in chosen)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I) to y of shape (..., O), and save x with inactive features 0."""
         if len(self._active) < self.inputs:
             # The input is copied because it belongs to the caller. Features become 0 and not their
@@ -180,7 +184,7 @@ class FeatureLinear(Linear):
             self._clear_inactive(x)
         return super().forward(p, x, context)
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient, which is 0 for inactive features."""
         dx, pending = super().backward_input(p, saved, dy)
         self._clear_inactive(dx)

@@ -6,7 +6,6 @@ Shape suffixes: N all leading dims taken together, D width; ``...`` leading dims
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from mpishard.base import (
     wide,
     wide_dtype,
 )
-from mpishard.contracts import LayerCategory
+from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
 from mpishard.nn.layers.initializers import ones, zeros
 from mpishard.nn.layers.layer import (
@@ -59,13 +58,14 @@ class _Norm(Layer):
 
     def _inverse_root(self, squares_N: Array, out_N1: Array) -> None:
         """Write 1 / sqrt(squares / width + epsilon) for each row's sum of squares."""
+        # In place, because the array of a chunk is saved for backward anyway.
         out_N1[:, 0] = squares_N
         out_N1 /= self.width
         out_N1 += self.epsilon
         np.sqrt(out_N1, out=out_N1)
         np.divide(1.0, out_N1, out=out_N1)
 
-    def _forward_on_device(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def _forward_on_device(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         x_ND = NAMESPACES[type(x)].ascontiguousarray(x).reshape(-1, self.width)
         bias = p.get("bias")  # An RMS norm has none, and saves its input instead of h.
         keeps_normal = context.training and bias is not None
@@ -75,7 +75,7 @@ class _Norm(Layer):
         kept = (x_ND if h_ND is None else h_ND), inverse_N
         return y_ND.reshape(x.shape), kept if context.training else None
 
-    def _backward_on_device(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def _backward_on_device(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Return the input's gradient; pending are the sums of `device_passes.norm_backward`."""
         saved_ND, inverse_N = saved
         dy_ND = NAMESPACES[type(dy)].ascontiguousarray(dy).reshape(-1, self.width)
@@ -84,12 +84,13 @@ class _Norm(Layer):
         )
         return dy_ND.reshape(dy.shape), partial
 
-    def backward_weight(self, pending: Any, g: Gradients) -> None:
+    def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the sums over samples of dy * h and, with a bias, of dy to the gradients."""
         if is_device_array(pending):
             device_passes.column_sums(pending, *gradient_places(g, *self.parameters))
             return
         for name, sums_D in zip(self.parameters, pending, strict=True):
+            # `g[name] += ..` would also call __setitem__, for nothing.
             total_D = g[name]
             total_D += sums_D
 
@@ -126,7 +127,7 @@ class LayerNorm(_Norm):
             "bias": ParameterSpec((self.width,), zeros()),
         }
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Normalise x of shape (..., D), and save the normalised input and 1 / deviations."""
         if is_device_array(x):
             return self._forward_on_device(p, x, context)
@@ -147,6 +148,7 @@ class LayerNorm(_Norm):
             h, y = scratch(h_ND[rows]), scratch(y_ND[rows])
             np.subtract(x_rows, np.matmul(x_rows, average_D1), out=h)
             self._inverse_root(np.einsum("nd,nd->n", h, h), inverse)
+            # One division for each row, and a multiplication for each element.
             h *= inverse
             store(h_ND[rows], h)
             np.multiply(h, weight, out=y)
@@ -154,7 +156,7 @@ class LayerNorm(_Norm):
             store(y_ND[rows], y)
         return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Overwrite ``dy`` with the input's gradient; pending are the parameters' gradients.
 
         With h the normalised input, d = weight * dy, and means over the last dim:
@@ -176,6 +178,7 @@ class LayerNorm(_Norm):
         weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
             d, h = wide(dy_ND[rows]), wide(h_ND[rows])
+            # As products with ones the sums run in BLAS.
             ones_N = np.ones(d.shape[0], dtype=d.dtype)
             dh = d * h
             dw_D += ones_N @ dh
@@ -183,6 +186,7 @@ class LayerNorm(_Norm):
             mean_dh = np.matmul(dh, weight_D1)
             mean_d = np.matmul(d, weight_D1)
             d *= weight
+            # dh is not needed any more, and is in the cache.
             d -= np.multiply(h, mean_dh, out=dh)
             d -= mean_d
             d *= inverse_N1[rows]
@@ -219,7 +223,7 @@ class RMSNorm(_Norm):
         """``weight``, initially 1, of shape (width,)."""
         return {"weight": ParameterSpec((self.width,), ones())}
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Normalise x of shape (..., D), and save x and 1 / root mean squares."""
         if is_device_array(x):
             return self._forward_on_device(p, x, context)
@@ -233,9 +237,10 @@ class RMSNorm(_Norm):
             np.multiply(x_rows, inverse, out=y)
             y *= weight
             store(y_ND[rows], y)
+        # x itself, which the layer before has saved in most cases; h would be one more array.
         return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array, Saved]:
         """Overwrite ``dy`` with the input's gradient; pending is the weight's gradient.
 
         With h the normalised input and d = weight * dy: dx = (d - h * mean(d * h)) / rms(x). The
@@ -250,6 +255,7 @@ class RMSNorm(_Norm):
         weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
             d, inverse = wide(dy_ND[rows]), inverse_N1[rows]
+            # Made again: one multiplication is cheaper than reading another array.
             h = wide(x_ND[rows]) * inverse
             dh = d * h
             dw_D += np.ones(d.shape[0], dtype=d.dtype) @ dh

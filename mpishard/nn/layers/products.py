@@ -33,11 +33,11 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
     """
     if a.dtype != BFLOAT16:
         xp = NAMESPACES[type(a)]
-        precision = None if xp is np else device_passes.precision_of(a)
-        if precision is None:
+        # Only the tensor cores of a GPU gain from rounded operands.
+        if xp is np or device_passes.precision_of(a) is None:
             y = xp.matmul(a, b, out=out)
         else:
-            y = device_passes.multiply(a, b, out, precision)
+            y = device_passes.multiply(a, b, out)
         if bias is not None:
             y += bias
         return y
@@ -45,9 +45,11 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
         out = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
     # The bias is added before the result is rounded, so that each element is rounded only once.
     one = library()
+    # oneDNN takes no empty matrices. NumPy makes an empty result, or zeros.
     if one is not None and out.size and a.shape[-1]:
         one.multiply(a, b, out, bias)
         return out
+    # Sums in float32, as the unit has them, so that only their order may differ.
     exact = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
     np.matmul(widened(a), widened(b), out=exact)
     if bias is not None:
@@ -85,6 +87,7 @@ def products_per_second(dtype: DTypeLike, size: int = 256) -> float:
         Number of rows, and of columns, of each matrix.
     """
     a, b, out = (np.ones((size, size), dtype) for _ in range(3))
+    # The best, because other ranks and processes can only make a product slower.
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

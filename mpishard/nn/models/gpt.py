@@ -114,6 +114,7 @@ class GPT(Model):
             "heads": heads,
             "kv_heads": heads if kv_heads is None else kv_heads,
         }
+        # All sizes before the layers are made, so that the error names the GPT's arguments.
         if not all(is_size(size) for size in sizes.values()) or not is_size(layers, least=0):
             raise ValueError(
                 f"a GPT needs integer sizes >= 1 and an integer layers >= 0, got {sizes}, {layers=}"
@@ -130,6 +131,7 @@ class GPT(Model):
             "embedding": Embedding(vocabulary_size, width, usual),
             "position": PositionalEmbedding(context_length, width, usual),
         }
+        # Without dropout there are no such layers, which would only pass on their input.
         drop: dict[str, Layer] = {}
         if as_number("dropout", dropout):
             drop["dropout"] = Dropout(dropout)
@@ -154,13 +156,13 @@ class GPT(Model):
 
     def generate(
         self,
-        prompt: Any,
+        prompt: object,
         length: int,
         temperature: float = 1.0,
         seed: int = 0,
         top_k: int | None = None,
         slide: int = 1,
-    ) -> np.ndarray[Any, Any]:
+    ) -> Array:
         """Continue a sequence of tokens, each drawn from the model's prediction of the next.
 
         Keys and values of earlier tokens are kept while the sequence fits in the context. See
@@ -213,6 +215,7 @@ class GPT(Model):
         of the layers.
         """
         views = self._table.nested_views(self._parameters())
+        # The cache belongs to the caller, so that one model can serve many sequences.
         context = Context(training=False, cache=cache)
         return self.chain.forward(views, self._device.put(tokens), context)[0][:, -1]
 
@@ -237,8 +240,8 @@ def _block(
 
 
 def generate(
-    forward_logits: Callable[[np.ndarray[Any, Any], KeyValueCache], Array],
-    prompt: Any,
+    forward_logits: Callable[[Array, KeyValueCache], Array],
+    prompt: object,
     length: int,
     *,
     vocabulary_size: int,
@@ -247,7 +250,7 @@ def generate(
     seed: int = 0,
     top_k: int | None = None,
     slide: int = 1,
-) -> np.ndarray[Any, Any]:
+) -> Array:
     """Continue a sequence of tokens with logits from any function.
 
     The prompt is read at once, then each new token alone, with the keys and values of all earlier
@@ -300,6 +303,7 @@ def generate(
     check_drawing(length, temperature, top_k, vocabulary_size)
     if not 1 <= as_integer("slide", slide) <= context_length:
         raise ValueError(f"slide must be in [1, {context_length}], the context, got {slide}")
+    # Each rank has its own, with the same seed, so that tokens need not be broadcast.
     generator = np.random.default_rng(seed)
     cache = KeyValueCache(1, context_length)  # One sequence in one block is enough.
     kept = cache.add()
@@ -328,9 +332,9 @@ def check_drawing(length: int, temperature: float, top_k: int | None, vocabulary
         raise ValueError(f"top_k must be in [1, {vocabulary_size}], got {top_k}")
 
 
-def checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
+def checked_prompt(prompt: object, vocabulary_size: int) -> Array:
     """Return the prompt as an array, or raise a ValueError with the reason."""
-    tokens: np.ndarray[Any, Any] = np.asarray(prompt)
+    tokens: Array = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise ValueError(
             "prompt must be a 1-D array of at least one integer, got "
@@ -351,7 +355,9 @@ def draw(
     generator: np.random.Generator,
 ) -> int:
     """Draw a token from softmax(logits / temperature), among the ``top_k`` likeliest tokens."""
+    # In float64, because sums over a large vocabulary lose digits in float32.
     logits_V = to_host(logits_V).astype(np.float64)
+    # The limit of small temperatures, without a division by 0.
     if temperature == 0:
         return int(logits_V.argmax())
     # A stable sort puts the lower token first if logits are equal, on every machine.

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Device, array_namespace, check_sizes, is_size, to_host
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    Device,
+    Document,
+    array_namespace,
+    check_sizes,
+    is_size,
+    to_host,
+)
 from mpishard.contracts import ModelMetadata
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh, sigmoid
 from mpishard.nn.layers.composites import Sequential
@@ -63,12 +72,14 @@ class LinearModel(Model):
         check_sizes(type(self).__name__, features=features, outputs=outputs)
         if feature_names is None:
             feature_names = [f"feature{i}" for i in range(features)]
+        # Names are the keys of the importance, and must differ.
         if len(set(feature_names)) != features or len(feature_names) != features:
             raise ValueError(
                 f"feature_names must be {features} different names, got {len(feature_names)}, of "
                 f"which {len(set(feature_names))} differ"
             )
         self.feature_names = tuple(feature_names)
+        # On the host: it is a statistic of the data, and takes no part in training.
         self._spread = np.ones(features)
         chain = Sequential({"linear": FeatureLinear(features, outputs)})
         super().__init__(
@@ -86,7 +97,8 @@ class LinearModel(Model):
         return self._view("bias").copy()
 
     def _view(self, name: str) -> Array:
-        return self.parameter_table.nested_views(self._parameters())["linear"][name]
+        view: Array = self.parameter_table.nested_views(self._parameters())["linear"][name]
+        return view
 
     # ----------------------------------------------------------------------------------- features
 
@@ -109,7 +121,7 @@ class LinearModel(Model):
         self._features["linear"].active = tuple(indices)
 
     @property
-    def feature_spread(self) -> np.ndarray[Any, Any]:
+    def feature_spread(self) -> Array:
         """Standard deviation of each feature over the data, shape (F,), in the features' units.
 
         `get_feature_importance` multiplies by it. It is 1 until ``model.feature_spread =
@@ -122,7 +134,8 @@ class LinearModel(Model):
         array_namespace(spread)
         self._spread = self._checked_spread(to_host(spread))
 
-    def _checked_spread(self, spread: Any) -> np.ndarray[Any, Any]:
+    def _checked_spread(self, spread: Any) -> Array:
+        # A copy, because the caller may change the array.
         values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
             raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
@@ -143,35 +156,36 @@ class LinearModel(Model):
         importance_F = sizes_OF.mean(axis=0, dtype=np.float64) * self._spread * active_F
         return dict(zip(self.feature_names, importance_F.tolist(), strict=True))
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the part of the coefficients that predictions depend on: by default all."""
         return weight_OF
 
     def get_model_metadata(self) -> ModelMetadata:
         """Return the metadata, with the features' importance unless a wrapper holds parameters."""
         metadata = super().get_model_metadata()
+        # A wrapper holds the coefficients, and gathering them would be collective.
         if self._holder is None:
             metadata.feature_importance = self.get_feature_importance()
         return metadata
 
     # -------------------------------------------------------------------------------------- files
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the active features and the spread, each only if it is not the default."""
         choices = super().choices()
         if (self._spread != 1).any():
             choices[_SPREAD] = self._spread.tolist()
         return choices
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Mapping[str, object]) -> None:
         super().check_choices(choices)
         self._spread_of(choices)
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         super().take_choices(choices)
         self._spread = self._spread_of(choices)
 
-    def _spread_of(self, choices: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    def _spread_of(self, choices: Mapping[str, object]) -> Array:
         return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 
@@ -270,7 +284,8 @@ class LogisticRegression(LinearModel):
 
     def predict_classes(self, x: Array) -> Array:
         """Return the likeliest class of each input, integers of shape (B,)."""
-        return self.probabilities(self.predict(x)).argmax(axis=1)
+        classes: Array = self.probabilities(self.predict(x)).argmax(axis=1)
+        return classes
 
     def probabilities(self, logits: Array) -> Array:
         """Return the probability of each class, shape (B, C), for logits of any ``predict``.
@@ -279,9 +294,10 @@ class LogisticRegression(LinearModel):
         """
         if self.classes > 2:
             return Softmax().forward({}, logits, Context(training=False))[0]
+        # 1 - sigmoid(x) would lose the digits of small probabilities.
         return NAMESPACES[type(logits)].concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
-    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _effective_coefficients(self, weight_OF: Array) -> Array:
         """Return the coefficients minus their mean over the classes, which softmax cancels."""
         return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF
 
@@ -333,6 +349,7 @@ class MLP(Model):
         device: str | Device = "cpu",
     ) -> None:
         try:
+            # An iterator could be read only once, and is read twice below.
             sizes = list(sizes)
         except TypeError:
             raise TypeError(

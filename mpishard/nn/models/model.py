@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -12,6 +12,9 @@ import numpy as np
 from mpishard.base import (
     Array,
     Device,
+    Document,
+    DType,
+    Metadata,
     MissingLossError,
     StructureOnlyError,
     array_namespace,
@@ -28,6 +31,7 @@ from mpishard.contracts import (
     IPipelineDecomposableModel,
     LayerInfo,
     ModelMetadata,
+    Saved,
 )
 from mpishard.data import map_arrays
 from mpishard.nn.checks import read_together
@@ -97,12 +101,14 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             self._dtype = np.dtype(dtype)
         except TypeError as error:
             raise TypeError(f"dtype must be float32 or float64, got {dtype!r}: {error}") from None
+        # Layers compute in bfloat16 only under a wrapper, which keeps float32 parameters.
         if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
         self._device = Device.parse(device)
         # A model on the host also takes inputs on a GPU.
         self._put = self._device.put if self._device.is_gpu else to_host
         self.chain = chain
+        # Asked once: `as_input` runs in each step.
         self._takes_integers = chain.takes_integers
         self._features = dict(_feature_layers(chain))
         self.seed = seed
@@ -157,8 +163,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self._table.length
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = self._dtype
+    def dtype(self) -> DType:
+        dtype: DType = self._dtype
         return dtype
 
     @property
@@ -210,6 +216,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         stop = start + int(out.size)
         for entry in self._table.overlapping(start, stop):
             spec: ParameterSpec = self._specs[entry.name]
+            # The whole parameter is drawn, also for a part of it, because its values are one
+            # stream.
             generator = parameter_generator(self.seed, entry.name)
             value = np.asarray(spec.initializer(generator, entry.shape))
             if value.shape != entry.shape:
@@ -231,6 +239,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._holder = holder
 
     def reclaim_parameters(self, parameters: Array) -> None:
+        # A new object, because shallow copies share the old one and keep their values.
         self._vector = self._vector.holding(self._checked(parameters))
         self._holder = None
 
@@ -249,6 +258,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     def set_parameters(self, parameters: Array) -> None:
         self._require_parameters()
+        # In the shared object: shallow copies and sub-models see the new values.
         self._vector.replace(self._checked(parameters).copy())
 
     def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
@@ -264,6 +274,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             If the number of chunks or a chunk's size does not fit. Nothing has changed then.
         """
         self._require_parameters()
+        # A second vector, so that the model is unchanged if a later chunk does not fit.
         vector = np.empty(self._table.length, self._dtype)
         given = iter(chunks)
         for entry in self._table.entries:
@@ -328,7 +339,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         return self._table.entries
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the active features, by full name, of each layer with inactive features."""
         active = {
             name: list(layer.active)
@@ -337,7 +348,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         }
         return {_ACTIVE: active} if active else {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Metadata) -> None:
         for name, indices in choices.get(_ACTIVE, {}).items():
             if name not in self._features:
                 raise ValueError(
@@ -347,7 +358,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 )
             self._features[name].checked(indices)
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Metadata) -> None:
         active = choices.get(_ACTIVE, {})
         for name, layer in self._features.items():
             layer.active = active.get(name, range(layer.inputs))
@@ -406,6 +417,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 f"this {type(self).__name__} has no default loss; pass loss_function"
             )
         require_type("loss_function", loss, ILossFunction)
+        # Input and targets on a GPU are checked by one copy to the host.
         with read_together():
             x = self.as_input(x)
             loss.check_target(self._prediction_shape(x), y)
@@ -413,18 +425,20 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 
-    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array | None, Saved]:
         run = self._run(x, target)
         return run.input_gradient(), run
 
-    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
+    def compute_weight_gradients(self, x: Array, target: Array, cached: Saved) -> Array:
+        # A pass of another model would give gradients of the wrong length, or of wrong values.
         is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
         if not (is_ours and cached.is_pending):
             raise ValueError(
                 "cached must be the result of this model's "
                 "compute_activation_gradients(x, target), and serves once"
             )
-        return cached.weight_gradients()
+        gradients: Array = cached.weight_gradients()
+        return gradients
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
@@ -432,6 +446,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self.compute_loss_and_gradients(x, y, loss_function)[1]
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        # In place, because copies and sub-models share the vector.
         self._parameters()[...] -= learning_rate * self._checked(gradients)
 
     def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
@@ -499,6 +514,8 @@ class SubModel(Model):
         infos = model.get_all_layer_info()
         own = dict(list(model.chain.children.items())[start:end])
         for name, spec in Sequential(own).walk_parameters():
+            # A tied weight would need the other layer's gradient, which this model does not
+            # compute.
             if spec.tied_to is not None and spec.tied_to.partition(".")[0] not in own:
                 raise ValueError(
                     f"layers [{start}, {end}) cannot stand alone: {name} is {spec.tied_to}, of a "

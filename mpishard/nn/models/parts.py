@@ -16,6 +16,7 @@ from mpishard.base import (
     NAMESPACES,
     Array,
     Device,
+    DType,
     as_loss,
     copy_into,
     lies_on_device,
@@ -27,6 +28,7 @@ from mpishard.nn.layers.layer import Context, GradientTargets
 from mpishard.sharding import ParameterTable
 
 
+# Compared by identity: arrays have no truth value.
 @dataclass(eq=False)
 class ParameterVector:
     """Flat vector that is made on first use.
@@ -47,7 +49,7 @@ class ParameterVector:
     """
 
     length: int
-    dtype: np.dtype[Any]
+    dtype: DType
     initialize: Callable[[int, Array], None]
     values: Array | None = None
     device: Device = HOST
@@ -89,6 +91,8 @@ class VectorPart(ParameterVector):
 
     def __init__(self, whole: ParameterVector, start: int, length: int) -> None:
         def initialize(first: int, out: Array) -> None:
+            # Initial values without making the whole vector, which a stage of a pipeline must not
+            # do.
             whole.fill(start + first, out)
 
         super().__init__(length, whole.dtype, initialize, device=whole.device)
@@ -99,6 +103,7 @@ class VectorPart(ParameterVector):
         return self._whole.get()[self._start : self._start + self.length]
 
     def replace(self, values: Array) -> None:
+        # Into the memory of the whole, which other parts and the model share.
         self.get()[...] = values
 
     def copy(self) -> ParameterVector:
@@ -163,6 +168,7 @@ class TrainingPass:
         """Divide a gradient of the loss's sum by the weight, in place; if it is 0, they are 0."""
         if lies_on_device(self._weight):
             weight = self._weight.astype(sums.dtype)
+            # Without a branch on the weight, for which the host would have to wait.
             sums /= weight + (weight == 0)
         else:
             sums /= self._weight
@@ -182,7 +188,7 @@ class TrainingPass:
 
         return self._mean_gradient(add)
 
-    def input_gradient(self) -> Array:
+    def input_gradient(self) -> Array | None:
         """Run the input's half: return the gradient of the mean loss in x's shape.
 
         It is None if x holds integers, which have no gradient.
@@ -201,6 +207,7 @@ class TrainingPass:
     def weight_gradients(self) -> Array:
         """Run the parameters' half after `input_gradient`: return the values of `gradients`."""
         self.is_pending = False
+        # The second half frees arrays as it uses them, if nothing else refers to them.
         pending, self._saved = self._saved, None
         return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))
 

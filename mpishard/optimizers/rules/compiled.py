@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.base import (
     Array,
+    DType,
     array_namespace,
     chunk_length,
     compile_loop,
@@ -63,7 +64,9 @@ def uses_numba() -> bool:
     return numba_module() is not None
 
 
-def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = None) -> None:
+def run(
+    body: Body, arrays: Sequence[Array | None], clip: tuple[float, float] | None = None
+) -> None:
     """Run a body on 1-D arrays of equal length.
 
     Parameters
@@ -75,8 +78,11 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
     clip : (float, float), optional
         Scale and limit: the body receives ``g * scale``, cut off at plus and minus the limit.
     """
+    p = arrays[0]
+    assert p is not None
+    # The values of a closure may change after it was compiled, so that NumPy runs it.
     may_be_compiled = isinstance(body.function, FunctionType) and not body.function.__closure__
-    if may_be_compiled and is_device_array(arrays[0]):
+    if may_be_compiled and is_device_array(p):
         if device_code.launch(body.function, arrays, body.factors, clip):
             return
         may_be_compiled = False
@@ -86,40 +92,45 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
         # A NumPy scalar of float64 would make NumPy compute float32 arrays in float64.
         factors = [*map(float, body.factors)]
     else:
-        factors = [*map(arrays[0].dtype.type, body.factors)]
+        factors = [*map(p.dtype.type, body.factors)]
         # A compiled loop touches each element once, so that chunks would gain nothing.
         if clip is None:
             function(*arrays, *factors)
             return
-    for chunk in in_chunks(arrays):
+    for part in in_chunks(p):
+        chunk = [None if array is None else array[part] for array in arrays]
         if clip is not None:
+            # Into a new array: g belongs to the caller.
             scale, limit = clip
+            assert chunk[1] is not None
             scaled = chunk[1] * scale
             chunk[1] = array_namespace(scaled).clip(scaled, -limit, limit, out=scaled)
         function(*chunk, *factors)
 
 
-def in_chunks(arrays: Sequence[Array], block: int = 1) -> Iterator[list[Array]]:
-    """Yield the arrays, equally long or None, in chunks that fit the cache.
+def in_chunks(array: Array, block: int = 1) -> Iterator[slice]:
+    """Yield the slices of a 1-D array in which it, and others as long, fit the cache.
 
     Each chunk but the last has a multiple of ``block`` elements.
     """
     reuse_freed_memory()  # each operation on a chunk reuses the memory that another one has freed
     # Half a chunk: an update has more operands than most chains of operations.
-    step = max(1, chunk_length(arrays[0]) // 2 // block) * block
-    for start in range(0, arrays[0].size, step):
-        yield [None if array is None else array[start : start + step] for array in arrays]
+    step = max(1, chunk_length(array) // 2 // block) * block
+    for start in range(0, array.size, step):
+        yield slice(start, start + step)
 
 
 def _machine_code(
-    function: Callable[..., None], arrays: Sequence[Array]
+    function: Callable[..., None], arrays: Sequence[Array | None]
 ) -> Callable[..., None] | None:
     """Return the compiled function for these arrays; None if NumPy or CuPy must run it.
 
     They run arrays that are not float32 or float64 in the host's own layout, and everything if
     numba is not installed or MPISHARD_NUMBA is ``off``.
     """
-    dtype = arrays[0].dtype
+    p = arrays[0]
+    assert p is not None
+    dtype = p.dtype
     if not settings.numba_is_allowed() or dtype not in (np.float32, np.float64):
         return None
     missing = []
@@ -140,9 +151,10 @@ def _machine_code(
         return _compile(function, dtype, tuple(missing))
 
 
+# By what is missing, too, because numba has a type for None.
 @functools.cache
 def _compile(
-    function: FunctionType, dtype: np.dtype[Any], missing: tuple[bool, ...]
+    function: FunctionType, dtype: DType, missing: tuple[bool, ...]
 ) -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None:

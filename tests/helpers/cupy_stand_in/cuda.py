@@ -208,7 +208,7 @@ class _Runtime:
     """``cupy.cuda.runtime``."""
 
     CUDARuntimeError = CUDARuntimeError
-    CUDA_R_32F, CUDA_R_16BF = 0, 14
+    CUDA_R_32F, CUDA_R_64F, CUDA_R_16BF = 0, 1, 14
     memory = 8 * 2**30, 8 * 2**30
 
     def __init__(self, device_count: int) -> None:
