@@ -182,7 +182,7 @@ def test_a_rank_without_pieces(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(3, load, (3, 1, 1), tmp_path / "c", fakes)
 
 
-def test_one_rank_writes_each_copy(tmp_path: Path, fakes: Any) -> None:
+def test_one_replica_writes_and_the_others_do_not(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(2, save, (1, 2, 1), tmp_path / "c", fakes)
     document = json.loads((tmp_path / "c" / "manifest.json").read_text())
     pieces = document["content"]["arrays"]["parameters"]["pieces"]

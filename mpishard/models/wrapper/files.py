@@ -119,7 +119,7 @@ class ModelFiles:
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
-    def checkpoint_metadata(self) -> Mapping[str, object]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return the origin of the parameters and figures of their training."""
         origin = {
             "strategy": self.strategy,
