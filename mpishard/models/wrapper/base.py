@@ -764,6 +764,7 @@ class ShardedModelBase(IShardedModel):
             rank if the ranks were given different bytes. The model is unchanged then.
         """
         files = self.checkpointed()
+        # All is checked before parameters change: after an error the model is as it was.
         vector, choices = files.unpacked(data)
         self.set_parameters(vector)
         files.take_choices(choices)
