@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cupy_stand_in.counts import counting
-from mpishard.optimizers.rules.ranges import joined
+from mpishard.optimizers.rules.pieces import joined
 
 import mpishard as ms
 from mpishard.base.arrays import to_host
