@@ -243,3 +243,25 @@ ms.FSDPModel(ms.nn.MLP([4, 3, 2]), config)
         r"arrive; .*mpishard\.run_in_threads\(4, main\) starts them all",
         ended.stderr,
     ), ended.stderr
+
+
+# ---------------------------------------------------------------------------- words that are gone
+
+# Each word that the package no longer uses, and the word in its place. Sorted, one on a line.
+GONE = {
+    "SegmentKind": "PatternKind",
+    "find_segments": "find_patterns",
+    "gradient_places": "gradient_targets",
+    "read_together": "deferred_checks",
+}
+
+
+def test_words_that_are_gone_do_not_come_back() -> None:
+    assert list(GONE) == sorted(GONE)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(GONE)})(?!\w)")
+    found = [
+        f"{path.name}: {word}, use {GONE[word]}"
+        for path in sorted(Path(ms.__file__).parent.rglob("*.py"))
+        for word in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert not found

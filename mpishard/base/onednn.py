@@ -61,7 +61,7 @@ def library() -> Library | None:
         return None
     if given != "auto":
         return Library(given)
-    for path in _places():
+    for path in _candidate_paths():
         try:
             return Library(path)
         # A library that is found may be of another version. Only one that the user names is an
@@ -80,7 +80,7 @@ def reason_for_none() -> str:
     return "no oneDNN library was found: pip install 'mpishard[bf16]'"
 
 
-def _places() -> Iterator[str]:
+def _candidate_paths() -> Iterator[str]:
     """Yield paths at which a library may lie: of the wheel, of conda, of the system."""
     # Imported here, because each takes longer than this module, and few programs need them.
     import ctypes.util
