@@ -280,11 +280,11 @@ class PipeBackend(CommunicationBackend):
         yield from self._exchange(call, self._to_all(None))
 
     def _steps_split(self, call, color, key):
-        wish = np.array([-1 if color is None else color, key])
-        wishes = yield from self._exchange(call, [wish] * self.world_size)
+        choice = np.array([-1 if color is None else color, key])
+        choices = yield from self._exchange(call, [choice] * self.world_size)
         if color is None:
             return None
-        members = sorted((key, rank) for rank, (its, key) in enumerate(wishes) if its == color)
+        members = sorted((key, rank) for rank, (its, key) in enumerate(choices) if its == color)
         return PipeBackend(self._pipes, [self.world_ranks[rank] for _, rank in members])
 
     def _send(self, array, destination, tag):

@@ -20,7 +20,7 @@ from mpishard.communication import (
     refuse_worlds_of_one,
     run_in_threads,
 )
-from mpishard.contracts import IOptimizer
+from mpishard.contracts import IOptimizer, UserModel
 from mpishard.models import checked_mesh_options
 from mpishard.pipeline import about_schedule
 from mpishard.sharding import ShardingConfiguration
@@ -285,7 +285,7 @@ class TrainingBuilder:
 PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
     """
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
+    def __init__(self, model: UserModel, optimizer: Any) -> None:
         self._pair = model, optimizer
         self._place: CommunicationBackend | ShardingConfiguration | None = None
         self._strategy: str = DistributedStrategy.DDP
@@ -296,7 +296,7 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
         backend: CommunicationBackend | None = None,
         strategy: str | DistributedStrategy = DistributedStrategy.DDP,
         configuration: ShardingConfiguration | None = None,
-        **degrees: Any,
+        **degrees: object,
     ) -> Self:
         """Choose the ranks and the strategy.
 
@@ -329,9 +329,9 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
 
     def configure_pipeline_parallelism(
         self,
-        schedule: Any = None,
-        partition_strategy: Any = None,
-        checkpoint_config: Any = None,
+        schedule: object = None,
+        partition_strategy: object = None,
+        checkpoint_config: object = None,
         micro_batch_count: int = 1,
     ) -> Self:
         """Divide the layers into stages, with strategy "pipeline" unless "hybrid" was chosen.
@@ -397,7 +397,7 @@ def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
+def as_distributed_for_high_bandwidth(model: object, backend: CommunicationBackend) -> Any:
     """Wrap in FSDP with the settings of `ShardingConfiguration.create_for_high_bandwidth`.
 
     Parameters and errors are those of `as_distributed`.
@@ -405,7 +405,7 @@ def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend)
     return as_distributed(model, ShardingConfiguration.create_for_high_bandwidth(backend))
 
 
-def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
+def as_distributed_for_low_bandwidth(model: object, backend: CommunicationBackend) -> Any:
     """Wrap in FSDP with the settings of `ShardingConfiguration.create_for_low_bandwidth`.
 
     Parameters and errors are those of `as_distributed`.
@@ -415,7 +415,7 @@ def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) 
 
 def launch(
     main: Callable[..., T],
-    *args: Any,
+    *args: object,
     backend: str = "auto",
     world_size: int | None = None,
     on_failure: OnFailure = "abort",

@@ -144,7 +144,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         )
         return seed, result.model.gather_full_parameters(), result.fitness_history
 
-    def _outputs(self, X: Any) -> Array:
+    def _outputs(self, X: object) -> Array:
         check_is_fitted(self, "parameters_")
         x = validate_data(self, X, reset=False, accept_sparse="csr", dtype=_DTYPES)
         model = self.model_
@@ -159,7 +159,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         return tags
 
 
-def _sample_weights(sample_weight: Any, x: Any) -> Array | None:
+def _sample_weights(sample_weight: object, x: object) -> Array | None:
     """Return weights that scikit-learn accepts, shape (n,), or None."""
     if sample_weight is None:
         return None
@@ -258,7 +258,7 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         )
         self.class_weight = class_weight
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on samples of shape (n, features) and n labels. Collective under MPI.
 
         Parameters
@@ -313,7 +313,7 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         result: Array = of_class[places] if weights is None else of_class[places] * weights
         return result
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: object) -> Array:
         """Return the probability of each class, shape (n, classes), in order of ``classes_``."""
         logits = self._outputs(X).astype(np.float64)
         if logits.shape[1] < len(self.classes_):  # one logit is that of the second class
@@ -322,7 +322,7 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         result: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
         return result
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: object) -> Array:
         """Return the most probable class of each sample, shape (n,)."""
         probabilities = self.predict_proba(X)
         found: Array = self.classes_[probabilities.argmax(axis=1)]
@@ -348,7 +348,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
 
     _loss = MSE
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Self:
         """Train on samples of shape (n, features) and their targets. Collective under MPI.
 
         Parameters
@@ -375,7 +375,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
         weights = _sample_weights(sample_weight, x)
         return self._train(x, columns.astype(x.dtype, copy=False), weights)
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: object) -> Array:
         """Return the predictions, in the shape of the targets: (n,) or (n, outputs)."""
         found = self._outputs(X)
         return found[:, 0] if self._is_flat else found

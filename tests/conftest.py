@@ -20,8 +20,8 @@ are a sample in which every two values meet that meet in any row.
 Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
 worlds of 5 and more. If there are more than 2 rows, they also run a third in its smaller worlds, of
 the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4. A test
-of more than 2 rows in one world is dealt: of three rows each MPI world runs one, another one for 2,
-3 and 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks
+of more than 2 rows in one world is divided: of three rows each MPI world runs one, another one for
+2, 3 and 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of the rest, 3 or 4 ranks
 run a sixth. Of a test for MPI alone that has several rows, 2 ranks run all, 3 and 4 each other. The
 conformance suite and the equality of training are whole in all these worlds, and ``scripts/test.sh
 --full`` runs everything.
@@ -316,18 +316,18 @@ def pytest_collection_modifyitems(config, items):
         if config.getoption("markexpr") == "spawned":
             items.sort(key=_allowed_seconds, reverse=True)  # no long job begins when the rest end
         if not _is_full:
-            _deal_worlds(config, items)
+            _select_worlds(config, items)
         return
     under_mpi = _is_under_mpi(config)
-    deal = Deal(items, config.stash[_verdicts_key].world_size if under_mpi else 1)
+    selection = RowSelection(items, config.stash[_verdicts_key].world_size if under_mpi else 1)
     is_kept = []
     for item in items:
-        if item.get_closest_marker("in_worlds") and (not under_mpi or deal.has(item)):
+        if item.get_closest_marker("in_worlds") and (not under_mpi or selection.has(item)):
             item.add_marker(pytest.mark.mpi)
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
-        is_kept.append(not under_mpi or (is_mpi and deal.has_turn(item)))
+        is_kept.append(not under_mpi or (is_mpi and selection.has_turn(item)))
     _keep(config, items, is_kept)
 
 
@@ -376,7 +376,7 @@ def all_pairs(rows) -> set[int]:
     return chosen
 
 
-class Deal:
+class RowSelection:
     """Which rows of a test in worlds a world of MPI ranks runs; to be asked for all, in order."""
 
     def __init__(self, items, world_size):
@@ -404,8 +404,8 @@ class Deal:
         self.rows[_function(item)] += 1
         # A shift after each three: else a parameter of three values would have one in a world.
         is_whole = item.originalname in _WHOLE
-        is_dealt = self.row_counts[_function(item)] > _MANY and not is_whole
-        if is_dealt and (number + number // 3) % 3 != self.world_size % 3:
+        is_divided = self.row_counts[_function(item)] > _MANY and not is_whole
+        if is_divided and (number + number // 3) % 3 != self.world_size % 3:
             return False
         if item.get_closest_marker("threads_alone"):
             return False
@@ -448,7 +448,7 @@ _SMALL, _FEW = 4, 2
 """Ranks of a world, and rows of a test, up to which worlds of threads have all rows."""
 
 
-def _deal_worlds(config, items):
+def _select_worlds(config, items):
     """Thread-ranks run all rows of a test in one world, and of many rows a third in the others."""
     rows_of = collections.defaultdict(lambda: collections.defaultdict(set))
     for item in items:
@@ -465,7 +465,7 @@ def _deal_worlds(config, items):
             )
             if world_size == 2 and worlds.keys() & {3, 4} and under_mpi:
                 is_mine = False
-            elif _is_dealt_to_threads(item.originalname, world_size, row, worlds):
+            elif _is_for_threads(item.originalname, world_size, row, worlds):
                 number = numbers[_function(item), world_size]
                 numbers[_function(item), world_size] += 1
                 # Another third in each of the small worlds, and in worlds of 6, 7 and 8.
@@ -480,7 +480,7 @@ def _row(item):
     return values.pop("world_size"), tuple((name, repr(value)) for name, value in values.items())
 
 
-def _is_dealt_to_threads(name, world_size, row, worlds):
+def _is_for_threads(name, world_size, row, worlds):
     if name == "test_conformance":
         return world_size > 5  # 5 is odd, and no power of two; nor are 6 and 7, and 4 is one as 8
     if world_size > _SMALL:

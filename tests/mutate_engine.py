@@ -57,13 +57,13 @@ _DROPPED = f"{_LATE}::test_a_buffer_is_written_to_when_its_dropped_message_has_e
 _COMPRESSED = "optimizers/test_compression.py::test_many_steps_are_the_textbooks"
 TESTED = {
     ("_copy_all", "synchronize(array)"):
-        "models/test_devices.py::test_what_was_staged_for_an_update_may_change",
+        "models/test_devices.py::test_arrays_may_change_after_they_were_staged_for_an_update",
     ("ExchangedPasses.again", "engine.world.all_reduce(squares, subject=engine.layout.subject)"):
-        f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
+        f"{_LATE}::test_pending_gradients_are_applied_as_by_later_steps",
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,
     ("CompressedSums.exchange", "work.wait()"):
         "optimizers/test_compression.py::test_whole_gradients_of_the_first_steps_are_waited_for",
-    ("CompressedSums._exchange_unit", "self.across.all_reduce(part.values)"): _COMPRESSED,
+    ("CompressedSums._exchange_unit", "self.across.all_reduce(host.values)"): _COMPRESSED,
     ("_Progressing.reduce", "self._inner.reduce(unit)"): _COMPRESSED,
     ("DelayedSums.exchange", "self._stale[0].wait_until_over()"): _DROPPED,
     ("DelayedSums.expect", "self._stale.pop().wait_until_over()"): _DROPPED,
@@ -76,20 +76,20 @@ TESTED = {
      "world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "same_outcome(self.model.backend)"):
-        f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
-    ("TrainingRun._one_step", "model.backend.all_reduce(np.array(wishes.own))"):
-        "callbacks/test_callbacks.py::test_a_wish_at_an_evaluation_stops_at_once",
+        f"{_RESUME}::test_state_that_one_rank_cannot_restore_ends_all",
+    ("TrainingRun._one_step", "model.backend.all_reduce(np.array(requests.own))"):
+        "callbacks/test_callbacks.py::test_a_request_at_an_evaluation_stops_at_once",
     ("checkpoint_to_resume", "same_outcome(backend)"):
-        f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
+        f"{_RESUME}::test_all_ranks_raise_if_rank_0_cannot_search_for_a_checkpoint",
     ("checkpoint_to_resume", "share_path(backend, found)"):
         "optimizers/test_frozen_checkpoints.py::test_interrupted_and_resumed_it_is_the_same_run",
     ("UserState.position", "same_outcome(self._backend)"):
-        f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",
+        f"{_RESUME}::test_state_that_one_rank_cannot_save_is_refused_by_all",
     ("UserState.position", "gather_texts(self._backend, text)"):
-        f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
+        f"{_RESUME}::test_state_that_differs_between_ranks_is_saved_for_each",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
-    ("_Run.go", "same_outcome(backend)"): "optimizers/test_minimize.py"
+    ("_Minimization.go", "same_outcome(backend)"): "optimizers/test_minimize.py"
         "::test_a_folder_that_cannot_be_written_is_refused_before_the_first_step",
 }  # fmt: skip
 

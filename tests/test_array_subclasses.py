@@ -1,4 +1,4 @@
-"""Masked arrays and other subclasses of ndarray are refused alike, wherever arrays are given."""
+"""Masked arrays and other subclasses of ndarray are refused wherever arrays are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on the array module and on the machine."""
+"""Functions on arrays that depend on the array module and on the machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_the_second_level_cache_is_found(caches):
     assert arrays._l2_bytes(caches) == 1024 * 1024
 
 
-def test_a_machine_that_does_not_tell_its_caches(tmp_path, caches):
+def test_a_default_is_used_if_the_machine_does_not_list_its_caches(tmp_path, caches):
     assert arrays._l2_bytes(tmp_path / "missing") is None
     (caches / "index2" / "size").write_text("unknown")
     assert arrays._l2_bytes(caches) is None
 
 
-def test_own_is_what_numpy_allocated(tmp_path):
+def test_is_own_is_true_for_memory_that_numpy_allocated(tmp_path):
     own = np.zeros(12)
     for array in (own, own[2:], own.reshape(3, 4)[1:], own.view(np.uint8)[8:]):
         assert arrays.is_own(array)

@@ -1,4 +1,4 @@
-"""Which BLAS kernels are asked for, on which processor."""
+"""The choice of BLAS kernels by processor."""
 
 import os
 import subprocess

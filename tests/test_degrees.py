@@ -1,4 +1,4 @@
-"""`as_distributed` with the strategies that divide one replica, and what else it takes for them."""
+"""`as_distributed` with the strategies that divide one replica, and its options for them."""
 
 import numpy as np
 import pytest

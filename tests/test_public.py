@@ -1,4 +1,4 @@
-"""What users import: the names, their documentation, and the quick start as printed."""
+"""Public names, their documentation, and the quick start as printed."""
 
 import ast
 import configparser
@@ -30,13 +30,13 @@ PROMISED = {
 ROOMS = (ms, ms.nn, ms.optimizers, ms.callbacks, ms.checkpoint, ms.data)
 
 
-def test_the_promised_names_are_there():
+def test_documented_names_exist():
     assert set(ms.__all__) >= PROMISED
     for room in ROOMS:
         assert sorted(room.__all__) == sorted(set(room.__all__))
 
 
-def test_names_for_type_checkers_are_those_that_are_there():
+def test_type_checkers_see_the_names_that_exist():
     tree = ast.parse(Path(ms.__file__).read_text())
     conditions = {ast.unparse(node.test): node for node in tree.body if isinstance(node, ast.If)}
     checked = conditions["TYPE_CHECKING"]
@@ -109,7 +109,7 @@ def test_every_extra_is_imported_somewhere():
 
 
 @pytest.mark.parametrize("name", ["FSDPModel", "DDPModel"])
-def test_what_every_rank_must_call_says_so(name):
+def test_collective_methods_are_documented_as_collective(name):
     for member in (
         "train", "accumulate", "unsharded", "gather_full_parameters", "get_parameters",
         "set_parameters", "with_parameters", "compute_gradients", "apply_gradients", "predict",
@@ -204,7 +204,7 @@ def of_library(module, name):
     ],
     ids=["module", "torch optimizer", "scipy", "function", "class"],
 )
-def test_objects_of_other_libraries_are_told_their_adapter(given, message):
+def test_errors_name_the_adapter_of_other_libraries(given, message):
     with (
         ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend,
         pytest.raises(TypeError, match=message),
@@ -212,7 +212,7 @@ def test_objects_of_other_libraries_are_told_their_adapter(given, message):
         ms.as_distributed(given, backend)
 
 
-def test_a_class_given_to_a_wrapper_itself_is_told_its_adapter():
+def test_a_wrapper_given_a_class_names_its_adapter():
     with (
         ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend,
         pytest.raises(NotImplementedError, match=r"no member 'get_parameters'.*TorchModel"),
@@ -222,7 +222,7 @@ def test_a_class_given_to_a_wrapper_itself_is_told_its_adapter():
         )
 
 
-def test_a_misspelt_strategy_is_told_the_nearest():
+def test_a_misspelt_strategy_is_answered_with_the_nearest():
     with ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend:
         with pytest.raises(ValueError, match=r"'fdsp'; there are .*; did you mean fsdp\?"):
             ms.as_distributed(ms.nn.MLP([2, 2]), backend, "fdsp")
@@ -272,7 +272,7 @@ def test_launch_on_threads(monkeypatch):
         ms.launch(print, backend="gloo")
 
 
-def test_thread_ranks_of_launch_wait_as_long_as_the_variable_says(monkeypatch):
+def test_the_environment_sets_the_time_limit_of_launched_threads(monkeypatch):
     monkeypatch.setenv("MPISHARD_TIMEOUT", "0.2")
 
     def main(backend):

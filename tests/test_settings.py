@@ -1,4 +1,4 @@
-"""The environment is the business of one module, so that its page can list what is read."""
+"""One module reads the environment, so that the page of settings can list all variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def looks_at_the_environment(source: str) -> list[int]:
 @pytest.mark.parametrize(
     "source", ["import os\nos.environ['A']", "\nfrom os import getenv", "\nx.os.environ.get('A')"]
 )
-def test_the_check_sees_each_way_to_the_environment(source: str) -> None:
+def test_the_check_finds_each_access_to_the_environment(source: str) -> None:
     assert looks_at_the_environment(source) == [2]
 
 

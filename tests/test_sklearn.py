@@ -105,7 +105,7 @@ def small(features, outputs, seed):
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-def test_a_model_of_ones_own_is_trained(classes):
+def test_a_users_model_is_trained(classes):
     chosen = np.isin(LABELS, range(classes))
     x, names = X[chosen], NAMES[chosen]
     rule = ms.optimizers.SGD(0.3)
@@ -127,7 +127,7 @@ def test_several_targets_at_once():
     assert found.parameters_.dtype == np.float32
 
 
-def test_the_world_makes_no_difference():
+def test_results_do_not_depend_on_the_number_of_ranks():
     one, three = (classifier(world_size=n).fit(X, LABELS).parameters_ for n in (1, 3))
     assert np.abs(one - three).max() < 1e-12
     with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):
@@ -256,7 +256,7 @@ def test_two_classes_with_one_logit_have_weights():
         (np.zeros(60), "at least one"),
     ],
 )
-def test_weights_that_scikit_learn_refuses(make, weights, words):
+def test_wrong_sample_weights_are_refused(make, weights, words):
     with pytest.raises(ValueError, match=words):
         make().fit(X, targets_for(make), sample_weight=weights)
 

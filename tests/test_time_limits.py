@@ -1,4 +1,4 @@
-"""The limit of a test stretches with the load of the machine, and still ends a test that hangs."""
+"""The time limit of a test grows with the load of the machine, and still ends a hanging test."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What users read: messages that name the fault, and objects in one line."""
+"""Messages that name the fault, objects in one line, and words that the package does not use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wrap(backend: Any, plain: Any = None, strategy: str = "fsdp") -> Any:
         (SGD, {"betas": (0.9, 0.99)}, r"SGD has no setting 'betas'$"),
     ],
 )
-def test_settings_of_other_libraries_are_told_their_name(
+def test_settings_of_other_libraries_are_answered_with_our_names(
     rule: Any, given: Any, message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
@@ -99,7 +99,7 @@ def test_models_that_differ_in_many_parts_name_the_first() -> None:
     ms.run_in_threads(2, main)
 
 
-def test_two_environments_are_told_apart() -> None:
+def test_a_model_and_an_optimizer_of_two_environments_are_refused() -> None:
     with (
         ms.InMemoryCommunicationBackend(0, 1, "one") as one,
         ms.InMemoryCommunicationBackend(0, 1, "other") as other,
@@ -154,7 +154,7 @@ def test_a_loss_for_each_sample_is_refused(strategy: str) -> None:
 
 
 @in_worlds(2)
-def test_a_run_without_a_loss_says_so_once(backend: Any, caplog: Any) -> None:
+def test_a_run_without_a_loss_is_logged_once(backend: Any, caplog: Any) -> None:
     optimizer = ms.as_distributed(SGD(), backend, "ddp")
     data = OptimizationInputData(model=Box(), x_train=X, y_train=Y, max_steps=3, progress=False)
     # Not at_level: of two thread-ranks the last to leave it would keep the other's level for ever.
@@ -204,7 +204,7 @@ def add_one(values: Any) -> None:
         values[index] += 1
 
 
-def test_a_compilation_says_why_the_step_is_slow_and_slow_loading_does_not(
+def test_a_compilation_is_logged_and_slow_loading_is_not(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     numba = pytest.importorskip("numba")
@@ -227,7 +227,7 @@ def test_a_compilation_says_why_the_step_is_slow_and_slow_loading_does_not(
 
 
 @pytest.mark.spawned
-def test_the_only_thread_is_told_at_once_that_ranks_are_threads() -> None:
+def test_a_lone_thread_rank_gets_an_error_that_names_run_in_threads() -> None:
     program = """
 import mpishard as ms
 config = ms.ShardingConfiguration(ms.InMemoryCommunicationBackend(rank=0, world_size=4))
@@ -249,10 +249,22 @@ ms.FSDPModel(ms.nn.MLP([4, 3, 2]), config)
 
 # Each word that the package no longer uses, and the word in its place. Sorted, one on a line.
 GONE = {
+    "Regions": "Allocations",
     "SegmentKind": "PatternKind",
+    "UNSAID": "UNPRINTED",
+    "_look_round": "_check_peers",
+    "_tell_of_break": "_notify_of_break",
+    "bells": "conditions",
     "find_segments": "find_patterns",
     "gradient_places": "gradient_targets",
+    "heir": "successor",
+    "heirs": "successor_ranks",
+    "is_dealt": "is_sent",
+    "look_behind": "skip_frames_of",
+    "parting": "divergence",
     "read_together": "deferred_checks",
+    "stir": "progress_mpi",
+    "unheeded": "unobeyed",
 }
 
 

@@ -169,7 +169,7 @@ class AutogradModel(TreeModel):
                 )
             receive(index, np.asarray(gradient, self._dtype).reshape(-1))
 
-    def _traced(self, function: Callable[[Any], Any], what: str) -> Trace:
+    def _traced(self, function: Callable[[object], object], what: str) -> Trace:
         """Record ``function(tree)``; errors of autograd are explained, and name ``what``."""
         try:
             with _tracing:

@@ -68,7 +68,7 @@ class JaxTree(ParameterTree):
                 'jax.config.update("jax_enable_x64", True) first, or give float32 arrays'
             )
 
-    def build(self, leaves: Sequence[Any]) -> Any:
+    def build(self, leaves: Sequence[object]) -> Any:
         return self._structure.unflatten(leaves)
 
     def values(self, vector: Array) -> Any:
@@ -155,7 +155,7 @@ class JaxModel(TreeModel):
             # by the number of all samples later.
             return mean * len(jax.tree_util.tree_leaves(x)[0]), mean
 
-        def pull_back(tree: Any, x: Any, cotangent: Any) -> Any:
+        def pull_back(tree: object, x: object, cotangent: object) -> Any:
             assert predict is not None
             return jax.vjp(lambda tree: predict(tree, x), tree)[1](cotangent)[0]
 
@@ -184,7 +184,7 @@ class JaxModel(TreeModel):
                 allowed,
             )
 
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: object) -> None:
         if not isinstance(x, Samples) and not getattr(x, "shape", ()):
             raise TypeError(
                 f"x must be one array of samples, got {type(x).__name__}; give several inputs as "
@@ -216,6 +216,6 @@ class JaxModel(TreeModel):
             receive(index, np.asarray(gradients[index]).reshape(-1))
 
 
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the function with its result copied to a NumPy array, which is writable."""
     return lambda *arguments: np.array(function(*arguments))

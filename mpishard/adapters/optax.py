@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import optional_package
-from mpishard.optimizers import JointRule, OwnedRange, ParameterOptions, UpdateContext
+from mpishard.base import Document, optional_package
+from mpishard.optimizers import JointRule, ParameterOptions, PieceViews, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.
@@ -137,12 +137,12 @@ class OptaxRule(JointRule):
     def needed_state(self) -> tuple[str, ...]:
         return tuple(name for name, leaf in self._leaves.items() if leaf.shape)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Document:
         # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        """Update all ranges of this rank in place.
+    def update_all(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
+        """Update all pieces of this rank in place.
 
         Raises
         ------
@@ -159,10 +159,10 @@ class OptaxRule(JointRule):
             )
         # Every part starts with the numbers before the step, so that counts advance once per step.
         before, after = context.numbers, dict[str, Any]()
-        for owned in ranges:
-            for span in self._option_ranges(owned.segments):
-                part = slice(span.start, span.stop)
-                rate = self._rate_in(span, context)
+        for owned in pieces:
+            for options in self._options_of(owned.segments):
+                part = slice(options.start, options.stop)
+                rate = self._rate_in(options, context)
                 after = self._update_part(owned, part, rate, before, context)
         vectors = [leaf.dtype for leaf in self._leaves.values() if leaf.shape]
         if not after and len(vectors) < len(self._leaves):
@@ -170,19 +170,19 @@ class OptaxRule(JointRule):
             # must be the same on all ranks.
             nothing = np.zeros(1, np.result_type(np.float32, *vectors))
             state = {name: nothing.copy() for name in self.needed_state()}
-            nowhere = OwnedRange(nothing, nothing.copy(), state, [])
+            nowhere = PieceViews(nothing, nothing.copy(), state, [])
             after = self._update_part(nowhere, slice(None), 0.0, before, context)
         before.update(after)
 
     def _update_part(
         self,
-        owned: OwnedRange,
+        owned: PieceViews,
         part: slice,
         rate: float,
-        before: Mapping[str, Any],
+        before: Mapping[str, object],
         context: UpdateContext,
     ) -> dict[str, Any]:
-        """Update one part of a range, and return the numbers of the state after it."""
+        """Update one part of a piece, and return the numbers of the state after it."""
         parameters, gradients = owned.parameters[part], owned.gradients[part]
         vectors = {name: vector[part] for name, vector in owned.state.items()}
         if context.step == 1:

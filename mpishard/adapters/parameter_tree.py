@@ -45,7 +45,7 @@ class ParameterTree:
     def __init__(self, tree: Any) -> None:
         found: list[tuple[str, Any]] = []
 
-        def note(name: str, leaf: Any) -> int:
+        def note(name: str, leaf: object) -> int:
             found.append((name or "parameters", leaf))
             return len(found) - 1
 
@@ -55,7 +55,7 @@ class ParameterTree:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
         self.entries, self.dtype, self.first_values = flat_leaves(found)
 
-    def build(self, leaves: Sequence[Any]) -> Any:
+    def build(self, leaves: Sequence[object]) -> Any:
         """Return a new tree of this structure with ``leaves``, one per entry."""
         return map_tree(lambda _, index: leaves[index], self._template)
 
@@ -112,7 +112,7 @@ def flat_leaves(
     return tuple(entries), dtype, np.concatenate(values)
 
 
-def _check_leaf(name: str, leaf: Any) -> None:
+def _check_leaf(name: str, leaf: object) -> None:
     require_plain(leaf)
     if not isinstance(leaf, float | np.ndarray | np.generic):
         hint = (

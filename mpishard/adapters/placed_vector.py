@@ -240,7 +240,7 @@ class TreeModel(PlacedVectorModel):
 
     # ---------------------------------------------------------------------------------- computing
 
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: object) -> None:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
@@ -280,7 +280,7 @@ class TreeModel(PlacedVectorModel):
         return self._predict
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Return a value, or the shape of an array, for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype.name} of shape {value.shape}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.base import Array, DType, Scalar, optional_package, require_plain
+from mpishard.base import Array, Document, DType, Metadata, Scalar, optional_package, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
@@ -136,11 +136,11 @@ class TorchModel(PlacedVectorModel):
         return None
 
     def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
-        from mpishard.torch.parameters import Place
+        from mpishard.torch.parameters import StoredParameter
         from mpishard.torch.world import prepare_torch
 
         super().place_parameters(arrays, holder, store)
-        self._placed.hold(store.layout.units, functools.partial(Place, holder, store))
+        self._placed.hold(store.layout.units, functools.partial(StoredParameter, holder, store))
         self._placed.normalise_over(store.backend)
         prepare_torch()
 
@@ -156,10 +156,10 @@ class TorchModel(PlacedVectorModel):
 
     # ------------------------------------------------------------------------- beside parameters
 
-    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        self._placed.deal(world, ranks)
+    def distribute_state(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+        self._placed.distribute(world, ranks)
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def share_changed_state(self, ranks: CommunicationBackend) -> bool:
         """Take the buffers that rank 0's passes have changed. Collective.
 
         Raises
@@ -167,7 +167,7 @@ class TorchModel(PlacedVectorModel):
         ShardingError
             As `Buffers.broadcast`.
         """
-        return self._placed.buffers.settle(ranks)
+        return self._placed.buffers.share_changed_state(ranks)
 
     @property
     def may_use_some(self) -> bool:
@@ -177,21 +177,21 @@ class TorchModel(PlacedVectorModel):
     def computes_together(self) -> bool:
         return self._placed.computes_together
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the state of the module beside the flat vector, which training may change."""
         from mpishard.torch.beside import saved_state, to_text
 
         state = saved_state(self._placed)
         return {_BESIDE: to_text(state)} if state else {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Metadata) -> None:
         """Refuse state that the module does not have, naming one value."""
         from mpishard.torch.beside import check_state
 
         super().check_choices({n: choices[n] for n in choices if n not in (_BESIDE, _BUFFERS)})
         check_state(self._placed, _beside_in(choices))
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Metadata) -> None:
         """Restore the state of `choices`; without any, the module keeps its state."""
         from mpishard.torch.beside import take_state
 
@@ -281,7 +281,7 @@ def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Arra
         receive(index, gradient)
 
 
-def _beside_in(choices: Mapping[str, Any]) -> dict[str, Any]:
+def _beside_in(choices: Metadata) -> Document:
     from mpishard.torch.beside import from_text
 
     if _BUFFERS in choices:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpishard.base.arguments import (
+        Document,
+        Metadata,
         adapter_hint,
         as_amount,
         as_count,

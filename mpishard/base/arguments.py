@@ -7,10 +7,16 @@ import importlib
 import math
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeAlias
+
+Document: TypeAlias = dict[str, Any]
+"""Named values that JSON can hold: what checkpoints, records and reports say of a run."""
+
+Metadata: TypeAlias = Mapping[str, Any]
+"""A `Document` that is only read, such as the metadata of a checkpoint."""
 
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
@@ -45,7 +51,7 @@ def as_positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: object) -> int:
     """Return ``value`` as an int.
 
     Raises
@@ -133,12 +139,12 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     return float(number)
 
 
-def name_of(owner: Any) -> str:
+def name_of(owner: object) -> str:
     """Return the name of a user's object for messages: ``described_as``, or its class name."""
     return getattr(owner, "described_as", None) or type(owner).__name__
 
 
-def as_flag(name: str, value: Any) -> bool:
+def as_flag(name: str, value: object) -> bool:
     """Return ``value`` as a bool. Strings and numbers are refused: "False" would count as True.
 
     Raises
@@ -209,7 +215,7 @@ _ADAPTERS = {
 """Package -> the kind of its objects, and the adapter or rule to use in their place."""
 
 
-def adapter_hint(value: Any) -> str:
+def adapter_hint(value: object) -> str:
     """Return the end of an error about an object of another library, with the adapter for it.
 
     The library is recognised by the modules of the object's classes, and is not imported.
@@ -285,7 +291,7 @@ def check_name(name: str, kind: str) -> None:
             ) from None
 
 
-def check_path(name: str, path: Any) -> None:
+def check_path(name: str, path: object) -> None:
     """Refuse a value that cannot be a path in the file system.
 
     Raises
@@ -318,7 +324,7 @@ def check_path(name: str, path: Any) -> None:
         ) from None
 
 
-def is_size(value: Any, least: int = 1) -> bool:
+def is_size(value: object, least: int = 1) -> bool:
     """Return whether ``value`` is an integer, but no bool, of at least ``least``."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
@@ -338,7 +344,7 @@ def check_divides(name: str, number: int, of: str, whole: int) -> None:
         )
 
 
-def check_sizes(owner: str, **sizes: Any) -> None:
+def check_sizes(owner: str, **sizes: object) -> None:
     """Refuse sizes, given by name, that are not integers of 1 or more.
 
     Raises

@@ -49,7 +49,7 @@ class _DevicePointer(Protocol):
 
 
 class _DeviceArray(Protocol):
-    """What an array of CuPy has and one of NumPy has not, and what is asked beside it."""
+    """What an array of CuPy adds to the interface of NumPy's, and its dtype."""
 
     data: _DevicePointer
     dtype: DType
@@ -128,7 +128,7 @@ def array_namespace(array: Array) -> Namespace:
     return NAMESPACES[type(array)]
 
 
-def require_plain(array: Any) -> None:
+def require_plain(array: object) -> None:
     """Refuse subclasses of ``numpy.ndarray`` except memory maps; accept any other object.
 
     A subclass may give its elements another meaning: the mask of a masked array stays behind when
@@ -191,7 +191,7 @@ def is_device_array(array: Array) -> bool:
     return array_namespace(array) is not np
 
 
-def lies_on_device(value: Any) -> bool:
+def lies_on_device(value: object) -> bool:
     """Return whether any object is an array in GPU memory."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)

@@ -25,11 +25,11 @@ def numba_module() -> ModuleType | None:
 
 def compile_loop(
     loop: Callable[..., None],
-    signature: Any,
+    signature: object,
     variant: str = "",
     *,
     sums_in_lanes: bool = False,
-    **names: Any,
+    **names: object,
 ) -> Callable[..., None]:
     """Compile ``loop`` for one signature. The machine code runs without Python's lock.
 
@@ -71,10 +71,10 @@ def compile_loop(
     class Compiles(events.Listener):  # type: ignore[name-defined, misc]
         """Logs why the first step is slow, if numba finds no code in its cache."""
 
-        def on_start(self, event: Any) -> None:
+        def on_start(self, event: object) -> None:
             _say_that_it_compiles()
 
-        def on_end(self, event: Any) -> None:
+        def on_end(self, event: object) -> None:
             pass
 
     run: Callable[..., None]

@@ -129,7 +129,7 @@ class Kernel:
         cupy = sys.modules["cupy"]  # whoever has an array of a GPU has loaded it
         _compiled(cupy, self, dtype)((blocks,), (self.threads,), tuple(given))
 
-    def launch_for(self, count: int, dtype: Any, *arguments: Any) -> None:
+    def launch_for(self, count: int, dtype: object, *arguments: object) -> None:
         """Begin the kernel with at least ``count`` threads: see `launch`."""
         self.launch(-(-count // self.threads), dtype, *arguments)
 

@@ -11,7 +11,7 @@ need.
 
 from mpishard.callbacks.loop import LoopHooks, running
 from mpishard.callbacks.preemption import Preemption
-from mpishard.callbacks.run import Record, Run, Wishes, check_callbacks, names_of
+from mpishard.callbacks.run import Record, Requests, Run, check_callbacks, names_of
 from mpishard.callbacks.stopping import EarlyStopping
 from mpishard.callbacks.writers import CSVFile, JSONLines, ProgressLine, TensorBoard, WandB
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import SupportsFloat
 
 from mpishard.base import Preempted, as_count, require_type, settings
 from mpishard.callbacks.preemption import Preemption
@@ -50,13 +51,13 @@ class LoopHooks:
 
     def step(
         self,
-        loss: Any = float("nan"),
+        loss: SupportsFloat = math.nan,
         *,
         samples: float = 0.0,
         epoch: int | None = None,
         learning_rate: float | None = None,
-        gradient_norm: Any = None,
-        **values: Any,
+        gradient_norm: SupportsFloat | None = None,
+        **values: SupportsFloat | str,
     ) -> bool:
         """Report an update; return whether the loop is to end. Collective.
 
@@ -73,7 +74,9 @@ class LoopHooks:
         **values
             Values that are logged with the step, as by `Run.log`.
         """
+        # Before the callbacks, whose time is not that of the step.
         now = time.perf_counter()
+        # A request counts until the next step.
         self.saves = False
         self.record = Record(
             self.record.step + 1,
@@ -86,11 +89,12 @@ class LoopHooks:
             now - self._stepped,
         )
         self._stepped = now
+        # Before `on_step`, in which writers write what is logged.
         self.run.log(**values)
         self.run.call("on_step", self.record)
         return self._agree()
 
-    def evaluate(self, loss: Any, **others: float) -> bool:
+    def evaluate(self, loss: SupportsFloat, **others: float) -> bool:
         """Report the validation loss; return whether the loop is to end. Collective.
 
         ``others``, such as ``accuracy``, are written beside it.
@@ -106,10 +110,12 @@ class LoopHooks:
         self.run.call("on_checkpoint", replace(self.record, checkpoint=Path(path)))
 
     def _agree(self) -> bool:
-        own = self.run.wishes.own
+        own = self.run.requests.own
         is_preempted, stops, saves = self._preemption.is_asked_or(own[0] > 0, own[1] > 0)
+        # They are sent: the next exchange must not count them again.
         own[:] = 0.0, 0.0
         self.saves = self.saves or saves or is_preempted
+        # Reported once. The flags are equal on all ranks, so that all of them report.
         if stops and not self.stops:
             self.run.stopped(self.record.step)
         self.is_preempted = self.is_preempted or is_preempted
@@ -117,14 +123,14 @@ class LoopHooks:
         return self.stops
 
 
-def _number(value: Any) -> float:
+def _number(value: SupportsFloat) -> float:
     # PyTorch warns if float() is called on a loss with a graph; item() gives no warning.
     return float(value.item() if hasattr(value, "item") else value)
 
 
 @contextmanager
 def running(
-    callbacks: Sequence[Any],
+    callbacks: Sequence[object],
     backend: CommunicationBackend,
     *,
     total_steps: int | None = None,
@@ -183,7 +189,9 @@ def running(
         hooks = LoopHooks(run, stack.enter_context(Preemption(backend)), step)
         run.call("on_start", hooks.record)
         yield hooks
+        # Not after an error, of which context managers learn in their __exit__.
         run.call("on_stop", hooks.record)
+        # Raised only here, so that the loop could save before.
         if hooks.is_preempted:
             reached = hooks.record.step
             message = f"preempted after step {reached}"

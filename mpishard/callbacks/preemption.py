@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -25,6 +26,9 @@ PREEMPTING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _ONE_ORDER_SECONDS = 1.0
 """Seconds in which signals are one order, which SLURM, srun and `mpishard run` each pass on."""
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
+"""A handler of a signal, in each form in which Python returns one."""
 
 
 class Preemption:
@@ -55,13 +59,15 @@ class Preemption:
     ) -> None:
         self._backend = backend
         self._resumable_by = resumable_by
+        # A process that the rank forks inherits the handlers, and must not obey for the run.
         self._process = os.getpid()
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, _Handler] = {}
         self._received: set[signal.Signals] = set()
         self._terminated_at: float | None = None
         self._may_be_asked = False
         self._is_obeyed = False
         self._page: StatusPage | None = None
+        # Python calls handlers in the main thread, and lets no other thread set them.
         self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -70,7 +76,7 @@ class Preemption:
         if self._is_main_thread:
             received = [number for number in PREEMPTING_SIGNALS if is_free(number)]
         # If no rank can receive signals, as in a world of threads, `is_asked` needs no exchange.
-        self._may_be_asked = any(self._any_of(bool(received), self._is_told))
+        self._may_be_asked = any(self._any_of(bool(received), self._is_ordered))
         for number in received:
             self._before[number] = signal.signal(number, self._receive)
         self._page = own_page() if received else None
@@ -82,8 +88,10 @@ class Preemption:
         if self._page is not None and os.getpid() == self._process:
             self._page.note_saving(False)
         for number, handler in self._before.items():
+            # A handler that the user has set meanwhile stays.
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, handler)
+        # The signal came after the last save: the earlier handler decides.
         if kind is None and not self._is_obeyed:
             for number in self._received:
                 os.kill(os.getpid(), number)
@@ -94,23 +102,24 @@ class Preemption:
 
     def is_asked_or(self, *flags: bool) -> list[bool]:
         """Return `is_asked`, and for each flag whether any rank has set it. Collective."""
-        is_told = self._may_be_asked and self._is_told
-        self._is_obeyed, *said = self._any_of(is_told, *flags)
+        # The flags of the caller travel in the same message: each step sends one.
+        is_ordered = self._may_be_asked and self._is_ordered
+        self._is_obeyed, *any_set = self._any_of(is_ordered, *flags)
         if self._is_obeyed and self._is_main_thread:
             preemption_notice.obey()
-        return [self._is_obeyed, *said]
+        return [self._is_obeyed, *any_set]
 
     @property
-    def _is_told(self) -> bool:
+    def _is_ordered(self) -> bool:
         """Whether this rank was ordered to save and end."""
         return bool(self._received) or (self._is_main_thread and preemption_notice.is_given)
 
     def _any_of(self, *flags: bool) -> list[bool]:
         """Return for each flag whether any rank has set it."""
-        said = np.array(flags, np.int64)
+        any_set = np.array(flags, np.int64)
         if self._backend.world_size > 1:
-            self._backend.all_reduce(said, ReductionOperation.MAX)
-        return [bool(flag) for flag in said]
+            self._backend.all_reduce(any_set, ReductionOperation.MAX)
+        return [bool(flag) for flag in any_set]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a process that the rank forked: a data loader, say
@@ -120,9 +129,11 @@ class Preemption:
             now = time.monotonic()
             if self._terminated_at is None:
                 self._terminated_at = now
+            # A second order means at once, and not after the save.
             elif now - self._terminated_at > _ONE_ORDER_SECONDS:
                 self._pass_on(number)
                 return
+        # Only noted: a handler may interrupt a collective, and must not begin another one.
         self._received.add(signal.Signals(number))
 
     def _pass_on(self, number: int) -> None:

@@ -6,16 +6,18 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import SupportsFloat
 
 from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
+from mpishard.contracts import UserModel
 
 _log = logging.getLogger("mpishard")
 
+# By id, because callbacks need not be hashable.
 _users: dict[int, int] = {}  # the rank that uses a callback with a state, by the callback's id
 
 HOOKS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_stop")
@@ -68,12 +70,13 @@ class Record:
 
 
 @dataclass(slots=True)
-class Wishes:
+class Requests:
     """Requests of this rank that were not sent yet, and requests of all ranks that were not read.
 
     Both are ``[stop, save]``, above 0 if requested. They travel as summands of an all-reduce.
     """
 
+    # Numbers, because they travel in the vector of a step's totals.
     own: list[float] = field(default_factory=lambda: [0.0, 0.0])
     received: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
@@ -90,7 +93,7 @@ class Wishes:
         return stops > 0, saves > 0
 
 
-def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
+def check_callbacks(callbacks: object) -> tuple[object, ...]:
     """Return the callbacks as a tuple.
 
     Raises
@@ -116,8 +119,9 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     return tuple(callbacks)
 
 
-def names_of(callbacks: Sequence[Any]) -> list[str]:
+def names_of(callbacks: Sequence[object]) -> list[str]:
     """Return the class name of each callback, with a number from the second of a class on."""
+    # A checkpoint saves states by these names, so that two of a class need two.
     kinds = [type(callback).__name__ for callback in callbacks]
     counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
     return [
@@ -156,10 +160,10 @@ class Run:
 
     def __init__(
         self,
-        callbacks: Sequence[Any],
+        callbacks: Sequence[object],
         backend: CommunicationBackend,
         *,
-        model: Any = None,
+        model: UserModel = None,
         total_steps: int | None = None,
         unit: str = "samples",
         can_save: bool = True,
@@ -169,11 +173,12 @@ class Run:
         self.total_steps = total_steps
         self.unit = unit
         self.announcement = self.ending = ""
-        self.logged: dict[str, Any] = {}
-        self.wishes = Wishes()
+        self.logged: dict[str, SupportsFloat | str] = {}
+        self.requests = Requests()
         self._can_save = can_save
         self._reason = self._calling = ""
         self._callbacks = callbacks
+        # Looked up once: most callbacks have few of the methods.
         self._methods: dict[str, list[tuple[str, Callable[[Run, Record], None]]]] = {
             hook: [
                 (name, getattr(callback, hook))
@@ -198,7 +203,8 @@ class Run:
 
         It is enough if one rank calls it. Rank 0 logs the ``reason``.
         """
-        self.wishes.own[0] = 1.0
+        self.requests.own[0] = 1.0
+        # The first reason counts, with the name of the callback that gave it.
         self._reason = self._reason or ": ".join(filter(None, [self._calling, reason]))
 
     def save(self) -> None:
@@ -209,11 +215,12 @@ class Run:
         ValueError
             If the run saves no checkpoints.
         """
+        # A request that nothing can fulfil would be ignored in silence.
         if not self._can_save:
             raise ValueError("run.save() needs checkpoint, the folder to write to")
-        self.wishes.own[1] = 1.0
+        self.requests.own[1] = 1.0
 
-    def log(self, **values: Any) -> None:
+    def log(self, **values: SupportsFloat | str) -> None:
         """Add numbers or texts to the figures that the callbacks after this one write.
 
         Writers write those of rank 0.
@@ -223,6 +230,7 @@ class Run:
         ValueError
             For ``step``, which names the row of all figures, and arrays of several elements.
         """
+        # Arrays of one element, such as losses of PyTorch, are numbers.
         for name, value in values.items():
             if math.prod(shape := getattr(value, "shape", ())) != 1:
                 raise ValueError(
@@ -250,6 +258,7 @@ class Run:
         """
         for name, callback in zip(names_of(self._callbacks), self._callbacks, strict=True):
             if hasattr(callback, "state_dict"):
+                # Atomic, so that two thread-ranks cannot both become the user.
                 rank = _users.setdefault(id(callback), self.rank)
                 if rank != self.rank:
                     raise ShardingError(
@@ -258,7 +267,7 @@ class Run:
                         "callbacks inside main(backend), so that each rank has its own"
                     )
                 stack.callback(_users.pop, id(callback), None)
-            if hasattr(callback, "__exit__"):
+            if isinstance(callback, AbstractContextManager):
                 stack.enter_context(callback)
 
     def call(self, hook: str, record: Record) -> None:
@@ -267,6 +276,7 @@ class Run:
         An exception is raised with a note that names the callback.
         """
         for name, method in self._methods[hook]:
+            # For the reason of a stop that this callback requests.
             self._calling = name
             try:
                 method(self, record)
@@ -277,6 +287,7 @@ class Run:
                 )
                 raise
         self._calling = ""
+        # Last, because the writers come after all callbacks that log.
         self.logged.clear()
 
     def stopped(self, step: int) -> None:
@@ -284,16 +295,17 @@ class Run:
 
         All ranks call it, when they have agreed to stop.
         """
+        # As JSON, because texts travel as lines, and a reason may have several.
         own = json.dumps([self.rank, self._reason]) if self._reason else ""
         ranks: dict[str, list[int]] = {}
         # Each reason is reported once, with the ranks that gave it.
         for text in all_texts(self.backend, own):
             rank, reason = json.loads(text)
             ranks.setdefault(reason, []).append(rank)
-        told = "; ".join(
+        reasons = "; ".join(
             reason if len(of) == self.world_size else f"{who(of)}, {reason}"
             for reason, of in ranks.items()
         )
         total = "" if self.total_steps is None else f" of {self.total_steps}"
         if self.rank == 0:
-            _log.info("stopped after step %d%s%s", step, total, f": {told}" * bool(told))
+            _log.info("stopped after step %d%s%s", step, total, f": {reasons}" * bool(reasons))

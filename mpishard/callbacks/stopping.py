@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from mpishard.base import as_amount, as_count
 from mpishard.callbacks.run import Record, Run
@@ -60,6 +59,7 @@ class EarlyStopping:
 
     def observe(self, step: int, score: float) -> None:
         """Record an evaluation after ``step`` updates."""
+        # Both tests, because an equal score would pass the second one with a tolerance of 0.
         if score < self.reference and self.reference - score >= self.tolerance:
             self.reference = score
             self.waited = 0
@@ -71,6 +71,7 @@ class EarlyStopping:
 
     def on_start(self, run: Run, record: Record) -> None:
         """Forget the evaluations of an earlier run, unless this run resumes it."""
+        # The state of a resumed run comes from its checkpoint.
         if record.step == 0:
             self.best_score = self.reference = math.inf
             self.best_step, self.waited = None, 0
@@ -87,11 +88,12 @@ class EarlyStopping:
         """Whether the patience is exhausted."""
         return self.patience is not None and self.waited >= self.patience
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float | None]:
         """Return the state that a checkpoint saves as JSON."""
+        # Without the settings: a resumed run may be given more patience.
         return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Go on from a saved `state_dict`."""
         for name in self.state_dict():
             setattr(self, name, state[name])

@@ -6,15 +6,19 @@ import csv
 import io
 import math
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 from mpishard.base import check_path, optional_package
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint import replace_file
 from mpishard.contracts import PathLike
 from mpishard.observe import MetricsWriter, Progress
+
+Figures = Mapping[str, SupportsFloat | str]
+"""Name of a figure -> a number or a text."""
 
 
 class _Writer:
@@ -35,7 +39,7 @@ class _Writer:
     def on_step(self, run: Run, record: Record) -> None:
         """Write the figures of a step, and the values that earlier callbacks have logged."""
         if self._is_open:
-            figures = {
+            figures: dict[str, SupportsFloat | str | None] = {
                 "epoch": record.epoch,
                 "loss": record.loss,
                 "learning_rate": record.learning_rate,
@@ -44,6 +48,7 @@ class _Writer:
                 "memory": record.memory,
                 **run.logged,
             }
+            # Figures that the loop does not report have no column.
             self._write(record.step, {k: v for k, v in figures.items() if v is not None})
 
     def on_evaluate(self, run: Run, record: Record) -> None:
@@ -58,6 +63,7 @@ class _Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # Of thread-ranks that share a callback, the one that opened the output closes it.
         if self._is_open:
             self._opened_by = 0
             self._close(error)
@@ -65,7 +71,7 @@ class _Writer:
     def _open(self, run: Run, record: Record) -> None:
         raise NotImplementedError
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         raise NotImplementedError
 
     def _close(self, error: BaseException | None) -> None:
@@ -88,9 +94,10 @@ class JSONLines(_Writer):
         self._path = Path(path)
 
     def _open(self, run: Run, record: Record) -> None:
+        # Lines after the resumed step are those of a run that was killed, and come again.
         self._file = MetricsWriter(self._path, resume_step=record.step)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         self._file.write(step, **figures)
 
     def _close(self, error: BaseException | None) -> None:
@@ -123,6 +130,7 @@ class CSVFile(_Writer):
     def _begin(self, last_step: float) -> None:
         """Write the rows up to ``last_step`` under the present columns, and go on after them."""
         text = ""
+        # A new run begins a new table.
         if last_step and self._path.exists():
             with self._path.open(newline="", encoding="utf-8", errors="replace") as stream:
                 text = stream.read()
@@ -134,17 +142,19 @@ class CSVFile(_Writer):
         table = csv.DictWriter(whole, self._columns, restval="")
         table.writeheader()
         table.writerows(kept)
+        # In one rename: a kill leaves the old table, or the new one.
         replace_file(self._path, [whole.getvalue().encode()])
         self._stream = self._path.open("a", newline="", encoding="utf-8")
         self._table = csv.DictWriter(self._stream, self._columns, restval="")
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         new = [name for name in figures if name not in self._columns]
         if new:  # the table is written anew, with all of its rows, for the new columns
             self._columns += new
             self._stream.close()
             self._begin(math.inf)
         self._table.writerow({"step": step, **figures})
+        # Row by row, so that a kill loses none.
         self._stream.flush()
 
     def _close(self, error: BaseException | None) -> None:
@@ -175,7 +185,7 @@ class TensorBoard(_Writer):
         purge = record.step + 1 if record.step else None
         self._events = self._kind(str(self._folder), purge_step=purge, flush_secs=10)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         for name, value in figures.items():
             if isinstance(value, str):
                 self._events.add_text(name, value, step)
@@ -208,10 +218,11 @@ class WandB(_Writer):
     def _open(self, run: Run, record: Record) -> None:
         self._run = self._wandb.init(**self._options)
 
-    def _write(self, step: int, figures: dict[str, Any]) -> None:
+    def _write(self, step: int, figures: Figures) -> None:
         self._run.log(figures, step=step)
 
     def _close(self, error: BaseException | None) -> None:
+        # W&B marks a run with another exit code than 0 as failed.
         self._run.finish(exit_code=0 if error is None else 1)
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from mpishard import checkpoint as checkpoints
+from mpishard.base import Document
 from mpishard.checkpoint import (
     COUNT,
     LATEST,
@@ -69,7 +70,7 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
                         "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
                     }
                 )
-            found: dict[str, Any] = {
+            found: Document = {
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
         else:
@@ -302,7 +303,7 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
             typer.echo(f"  {key}: {json.dumps(_shortened(value))}")
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: object) -> Any:
     """Return JSON in which the length replaces a long list or text."""
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}

@@ -6,7 +6,8 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from mpishard.base import Document
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -60,7 +61,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> Document:
     """Return the processor, cores, memory, and the versions that speed depends on."""
     import threadpoolctl  # which `mpishard run` does not need
 

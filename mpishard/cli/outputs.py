@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mpishard.cli.machine import describe_machine
 from mpishard.cli.wording import refuse
@@ -35,7 +34,7 @@ def check_png(command: str, flag: str, path: Path | None) -> None:
         refuse(command, f"{flag} needs matplotlib: pip install 'mpishard[plot]'")
 
 
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
+def write_json(path: Path, result: Mapping[str, object]) -> None:
     """Write measurements, with the machine that they were made on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"machine": describe_machine(), **result}

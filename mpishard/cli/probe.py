@@ -58,7 +58,7 @@ class Answer:
         return said[-1] if said else f"it ended with exit code {self.code}"
 
 
-def answer_line(found: Any) -> str:
+def answer_line(found: object) -> str:
     """Return the line of an answer, which is found among the output of the program's libraries."""
     return _MARK + json.dumps(found)
 

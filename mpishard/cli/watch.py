@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.base import Array, nearest
+from mpishard.base import Array, Document, nearest
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.cli.wording import refuse, say
 from mpishard.communication import Call, RankRecord, pages_beside, records_at, records_in, verdict
@@ -118,7 +118,7 @@ class _Page(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Print nothing, because a page asks each second."""
 
 
@@ -164,11 +164,11 @@ class _Curves:
 
     def _begin(self, file: tuple[int, int]) -> None:
         self._file, self._read = file, 0
-        self._last: dict[str, Any] = {}
+        self._last: Document = {}
         # Numbers and not rows, because a long run has millions and a page asks each second.
         self._steps = {name: array("d") for name in _OF_STEPS}
         self._tests = {name: array("d") for name in _OF_TESTS}
-        self._figures: dict[str, Any] | None = None
+        self._figures: Document | None = None
 
     def look(self) -> None:
         """Read the new lines; all lines if a resumed run has written another file.
@@ -208,7 +208,7 @@ class _Curves:
                         column.append(value if isinstance(value, int | float) else math.nan)
         self._read += len(lines)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Document:
         """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
         if self._figures is None:
             steps = {name: np.array(column) for name, column in self._steps.items()}
@@ -253,7 +253,7 @@ class RunState:
         self._of_ranks: dict[int, int] = {}  # process -> bytes
         self._measured = -math.inf
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> Document:
         """Return the content of the page, for JSON."""
         error = ""
         try:
@@ -262,7 +262,7 @@ class RunState:
             error = str(failure)
         modified = self._curves.modified
         folder = newest_start(self.logs)
-        ended: dict[str, Any] | None = None
+        ended: Document | None = None
         with suppress(OSError, ValueError):  # the job runs, or the file is being written
             ended = json.loads((folder / ENDED).read_text(encoding="utf-8"))
         records = [] if ended else records_in(folder / CALLS)
@@ -300,7 +300,7 @@ class RunState:
         self._of_ranks = {pid: proportional_memory(pid) or 0 for pid in here}
         self._memory = [*self._memory, (time.time(), sum(self._of_ranks.values()))][-_MEMORY_KEPT:]
 
-    def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
+    def _rank(self, record: RankRecord, others_wait: bool) -> Document:
         kind, last = _kind(record), record.last
         kind = "late" if others_wait and kind == "runs" else kind
         call = record.waits or last

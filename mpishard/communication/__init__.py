@@ -8,6 +8,8 @@ files. Other rooms import the names below, and docs/architecture.md follows one 
 failure, through the files.
 """
 
+# The face for other rooms. The names of `__all__` below are for users, too; the others may change
+# without notice.
 from mpishard.communication.agreement import (
     GatheredTexts,
     agree,
@@ -31,15 +33,15 @@ from mpishard.communication.contract.status import (
     RankState,
     StatusPage,
     called_as,
-    look_behind,
     own_page,
     pages_beside,
     records_at,
     records_in,
+    skip_frames_of,
 )
 from mpishard.communication.contract.subject import unit_subject
 from mpishard.communication.contract.work import Transfer, Waitable, Work
-from mpishard.communication.failure.abort import UNSAID
+from mpishard.communication.failure.abort import UNPRINTED
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.failure.stall import verdict
 from mpishard.communication.failure.watchdog import is_free, preemption_notice

@@ -25,7 +25,7 @@ _MOST_SHOWN = 8
 """Maximum number of differences in a message, as models of many layers may differ in all."""
 
 # Types of errors that other ranks raise, too. For an error of another type they raise a
-# CheckpointError.
+# CheckpointError, because a user's class may need arguments that are not its message.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -61,7 +61,7 @@ def same_outcome(backend: CommunicationBackend | None, subject: int = 0) -> Iter
 def agree(
     backend: CommunicationBackend | None, prepare: Callable[[], Value], subject: int = 0
 ) -> list[Value]:
-    """Return what ``prepare()`` returns on each rank, or raise on every rank. Collective.
+    """Return the ranks' values of ``prepare()``, or raise on every rank. Collective.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def agree(
         The values, in the order of ranks.
     """
     failure: Exception | None = None
-    values: list[Any] = []
+    values: list[Value] = []
     try:
         values = [prepare()]
     except CommunicationError:
@@ -90,14 +90,16 @@ def agree(
 
 def _exchange(
     backend: CommunicationBackend | None,
-    values: list[Any],
+    values: list[Value],
     failure: Exception | None,
     subject: int,
-) -> list[Any]:
+) -> list[Value]:
     """Return the value of each rank that has one; raise on every rank if one has a failure."""
     if backend is not None:
         failed = [backend.rank, type(failure).__name__, str(failure)]
         everyone = _gather_values(backend, values if failure is None else failed, subject)
+        # Failures have three fields and values one, so the length of a row tells them apart without
+        # a flag.
         failures = [each for each in everyone if len(each) == len(failed)]
         # A rank that failed does not raise here, but below: its own error, with the traceback.
         if failures and failure is None:
@@ -113,6 +115,7 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
     """Return rank 0's ``text`` on every rank. Collective."""
     if backend is None:
         return text
+    # Only the root passes an array: the others do not know the length of the text.
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
     return shared.tobytes().decode(errors=_SURROGATES)
 
@@ -172,12 +175,14 @@ class GatheredTexts:
         return [] if lines is None else lines.tobytes().decode().splitlines()
 
 
-def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject: int = 0) -> str:
+def differences(backend: CommunicationBackend, mine: Mapping[str, object], subject: int = 0) -> str:
     """Describe the differences between the ranks' JSON objects. Collective.
 
     The result is "" if the objects are equal, which takes one small all-gather. ``subject`` as in
     `same_outcome`.
     """
+    # A checksum has a fixed size and travels in the header of the collective, which costs no second
+    # wait. A collision would accept a difference; its chance is 2**-32.
     mark = zlib.crc32(json.dumps(mine).encode())
     marks = backend.all_gather(np.array([mark]), subject=subject)
     # The objects are sent only if their checksums differ, which is rare.
@@ -195,8 +200,9 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject:
     return "; ".join(found)
 
 
-def _gather_values(backend: CommunicationBackend, value: Any, subject: int = 0) -> list[Any]:
+def _gather_values(backend: CommunicationBackend, value: object, subject: int = 0) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
+    # JSON and not pickle, which would run code of another rank to read a value.
     # An empty value takes no bytes, so that an all-gather of empty values sends only headers.
     line = json.dumps(value) + "\n" if value else ""
     lines = backend.all_gather(_encode(line), subject=subject).tobytes().decode().splitlines()

@@ -16,10 +16,12 @@ from mpishard.base import (
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 
+# A context variable and no global, because thread-ranks share all globals.
 _backend: ContextVar[CommunicationBackend | None] = ContextVar("manager_backend", default=None)
 _REDUCIBLE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
+# A metaclass, because the mirrored interface has properties on the class itself.
 class _WithState(type):
     """The metaclass of `CommunicationManager`, with the properties of the class itself."""
 
@@ -73,6 +75,7 @@ class CommunicationManager(metaclass=_WithState):
         """Shut the backend down and let it go. Idempotent."""
         backend = _backend.get()
         if backend is not None:
+            # First, so that an exception of `shutdown` leaves no backend that is half shut down.
             _backend.set(None)
             backend.shutdown()
 
@@ -147,7 +150,7 @@ def _ours(reduced: Array | None = None) -> CommunicationBackend:
             "CommunicationManager.initialize(backend) on every rank, each with its own"
         )
     if reduced is not None:
-        array_namespace(reduced)  # refuses what is no array
+        array_namespace(reduced)  # refuses other objects
         if reduced.dtype not in _REDUCIBLE:
             raise NotImplementedError(
                 f"the CommunicationManager reduces float32 and float64, got {reduced.dtype}; the "

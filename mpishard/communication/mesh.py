@@ -66,7 +66,7 @@ class ProcessMesh:
     model : CommunicationBackend
         The ranks that share this rank's replica and data coordinates, by (pipeline, tensor). They
         compute the same batch together.
-    together : CommunicationBackend
+    group : CommunicationBackend
         The ranks of this rank's replica, by rank.
     samples : CommunicationBackend
         The ranks that share this rank's pipeline and tensor coordinates, by (replica, data). The
@@ -115,17 +115,18 @@ class ProcessMesh:
         self.pipeline_rank, self.tensor_rank, self.data_rank = self.coordinates_of(backend.rank)
         self.replica_rank = self.replica_of(backend.rank)
         backend.initialize()
+        # Before the first split, which would otherwise make groups that contradict each other.
         self._require_same_on_all_ranks()
         # Groups of the same ranks share one backend, because each communicator costs memory.
         self._groups = {self._key(self.order): backend}
         self.pipeline = self._group("pipeline", "pipeline")
         self.tensor = self._group("tensor", "tensor")
         self.data = self._group("data", "data")
-        self.together = self._group("together", *(a for a in self.order if a in AXES))
+        self.group = self._group("group", *(a for a in self.order if a in AXES))
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
             # These are the same ranks in the same order. If only one axis is larger than 1, its
             # group is used here too, and the few bytes of ``model`` are counted for that axis.
-            self.model = self.together
+            self.model = self.group
         else:
             # Split off even if another group has the same ranks, because bytes are counted by
             # axis, and these belong to none.
@@ -181,7 +182,7 @@ class ProcessMesh:
         ValueError
             For a rank outside the world.
         """
-        at = self._place_of(rank)
+        at = self._coordinates(rank)
         return at["pipeline"], at["tensor"], at["data"]
 
     def replica_of(self, rank: int) -> int:
@@ -192,7 +193,7 @@ class ProcessMesh:
         ValueError
             For a rank outside the world.
         """
-        return self._place_of(rank)["replica"]
+        return self._coordinates(rank)["replica"]
 
     def group_of(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """Return the ranks along ``axis`` through ``rank`` (default: this one), by coordinate.
@@ -204,7 +205,7 @@ class ProcessMesh:
         """
         if axis not in _ALL_AXES:
             raise ValueError(f"unknown axis {axis!r}; there are {', '.join(_ALL_AXES)}")
-        at = self._place_of(self.world.rank if rank is None else rank)
+        at = self._coordinates(self.world.rank if rank is None else rank)
         return tuple(self._rank_at(at | {axis: n}) for n in range(self._size[axis]))
 
     def describe(self) -> str:
@@ -219,7 +220,7 @@ class ProcessMesh:
             rank = rank * size + as_index(f"{axis} coordinate", coordinates[axis], size)
         return rank
 
-    def _place_of(self, rank: int) -> dict[str, int]:
+    def _coordinates(self, rank: int) -> dict[str, int]:
         as_index("rank", rank, math.prod(self._size.values()))
         found: dict[str, int] = {}
         for axis in reversed(self.order):
@@ -258,8 +259,9 @@ class ProcessMesh:
 
     def _split(self, name: str, axes: Sequence[str]) -> CommunicationBackend:
         """Make the group of the ranks that differ from this one in ``axes`` alone."""
-        own, ways = self._place_of(self.world.rank), [range(self._size[axis]) for axis in axes]
+        own, ways = self._coordinates(self.world.rank), [range(self._size[axis]) for axis in axes]
         ranks = [self._rank_at(own | dict(zip(axes, at, strict=True))) for at in product(*ways)]
+        # The lowest rank as color and the position as key: every rank computes both alone.
         member = self.world.split(min(ranks), ranks.index(self.world.rank))
         assert member is not None
         member._name_group(name)
@@ -302,18 +304,18 @@ def mesh_sizes(
         as_count(name, size)
     if as_integer("data", data) < 1 and data != -1:
         raise ValueError(f"data must be 1 or more, or -1 for what is left, got {data}")
-    ranks = _part("the world", world_size, f"replica {replica}", replica)
+    ranks = _divided("the world", world_size, f"replica {replica}", replica)
     whole = "the world" if replica == 1 else f"each of the {replica} replicas"
     size, text = pipeline * tensor, f"pipeline {pipeline} x tensor {tensor}"
     if data == -1:
-        data = _part(whole, ranks, f"{text} = {size}", size)
+        data = _divided(whole, ranks, f"{text} = {size}", size)
     if size * data != ranks:
         raise ValueError(f"{text} x data {data} = {size * data}, and {whole} has {ranks} ranks")
     return int(pipeline), int(tensor), int(data)
 
 
-def _part(whole: str, ranks: int, parts: str, count: int) -> int:
-    """Return the ranks in each of ``count`` equal parts of ``ranks``; ValueError for a rest."""
+def _divided(whole: str, ranks: int, parts: str, count: int) -> int:
+    """Return ``ranks / count``; raise ValueError if a remainder is left."""
     part, rest = divmod(ranks, count)
     if rest or not part:
         raise ValueError(f"{parts} does not divide {whole} of {ranks} ranks")

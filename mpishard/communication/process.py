@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import threadpoolctl
 
@@ -35,7 +35,7 @@ if settings.launcher_variable() is not None and not is_helper():
     preemption_notice.listen()
 
 
-def check_backend_name(backend: Any) -> None:
+def check_backend_name(backend: object) -> None:
     """Refuse a value that is not the name of a backend of `init`, with `ValueError`."""
     if not isinstance(backend, str) or backend not in get_args(BackendName):
         raise ValueError(f"backend must be 'auto', 'mpi', 'nccl' or 'memory', got {backend!r}")
@@ -86,6 +86,7 @@ def init(backend: BackendName = "auto", *, on_failure: OnFailure = "abort") -> C
     threads = current_backend.get()
     if threads is not None and threads._newest.is_initialized and backend not in ("mpi", "nccl"):
         return threads._newest
+    # After a shrink the newest world is the one that the process has.
     present = None if _process_backend is None else _process_backend._newest
     if present is not None and present.is_initialized:
         is_mpi = isinstance(present, MPICommunicationBackend)
@@ -112,6 +113,7 @@ def init(backend: BackendName = "auto", *, on_failure: OnFailure = "abort") -> C
     else:
         refuse_worlds_of_one()
         made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
+    # Before `initialize`: an interrupted one can then be entered again by the next `init`.
     _process_backend = made
     made.initialize()
     if isinstance(made, MPICommunicationBackend):
@@ -167,6 +169,7 @@ def _limit_threads(backend: MPICommunicationBackend) -> None:
     if settings.blas_threads_are_set():
         return
     _blas_threads = threads
+    # BLAS takes all cores by default, and the ranks of a node would then compete for them.
     threadpoolctl.threadpool_limits(threads)
     if backend.rank == 0:
         source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"

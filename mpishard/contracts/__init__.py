@@ -31,6 +31,7 @@ from mpishard.contracts.models import (
     ModelMetadata,
     Saved,
     ShardedModel,
+    UserModel,
 )
 from mpishard.contracts.optimizers import IGradientBasedOptimizer, IOptimizer, IShardedOptimizer
 from mpishard.contracts.parameters import (

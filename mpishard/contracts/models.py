@@ -13,6 +13,9 @@ from typing import Any, Self, TypeAlias
 from mpishard.base import Array, MissingInterfaceError, MissingMemberError, Scalar
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
 
+UserModel: TypeAlias = Any
+"""A user's model. Its members are looked for by name, and it need not derive from a class here."""
+
 Saved: TypeAlias = Any
 """What a forward pass keeps for its backward pass. Only the layer or loss that made it reads it."""
 
@@ -296,7 +299,7 @@ class IShardedModel(IFullModel):
 
     @property
     @abstractmethod
-    def wrapped_model(self) -> Any:
+    def wrapped_model(self) -> UserModel:
         """The user's model."""
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
-from mpishard.base import Array
+from mpishard.base import Array, Metadata
 
 
 class IOptimizer(ABC):
@@ -17,7 +16,7 @@ class IOptimizer(ABC):
         """Train the model of ``input_data`` on its data; return an `OptimizationResult`."""
 
     @abstractmethod
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Metadata:
         """Return the settings of this optimizer, by name."""
 
     @abstractmethod

@@ -7,8 +7,9 @@ reads columns of Parquet and Arrow files. ``distributed_sampler.py`` has sampler
 libraries' data loaders. This room imports layout and arrays.
 """
 
-from mpishard.data.batches import Batch, Batches, place_of
+from mpishard.data.batches import Batches, RankBatch, origin_of
 from mpishard.data.dataset import (
+    Dataset,
     Samples,
     TokenWindows,
     check_dataset,
@@ -24,7 +25,6 @@ from mpishard.data.sampler import GlobalBatchSampler, LocalBatchSampler
 from mpishard.data.tables import Column, ParquetColumns
 
 __all__ = [
-    "Batch",
     "Batches",
     "Column",
     "DistributedSampler",
@@ -32,6 +32,7 @@ __all__ = [
     "GlobalBatchSampler",
     "LocalBatchSampler",
     "ParquetColumns",
+    "RankBatch",
     "Samples",
     "TokenWindows",
     "check_dataset",

@@ -6,18 +6,18 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from mpishard.base import Data, as_count, as_flag, as_index, require_type
-from mpishard.data.dataset import Samples, TokenWindows, is_sparse, namespace_of, take
+from mpishard.data.dataset import Dataset, Samples, TokenWindows, is_sparse, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
 _NAMED_RUNS = 4  # runs of samples that a message lists
 
 
-class Batch(NamedTuple):
+class RankBatch(NamedTuple):
     """A rank's samples of a global batch.
 
     Attributes
@@ -71,8 +71,8 @@ class Batches:
 
     def __init__(
         self,
-        x: Any,
-        y: Any,
+        x: Dataset,
+        y: Dataset | None,
         sampler: GlobalBatchSampler | LocalBatchSampler,
         rank: int,
         world_size: int,
@@ -86,10 +86,10 @@ class Batches:
         as_index("rank", rank, as_count("world_size", world_size))
         self._datasets = {f"x_{part}": x, f"y_{part}": y}
         self._sampler = sampler
-        self._place = rank, world_size
+        self._rank_and_size = rank, world_size
         self._steps = steps
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: Future[list[Batch]] | None = None
+        self._ahead: Future[list[RankBatch]] | None = None
         # Indexing arrays in memory is faster than passing samples between threads.
         if as_flag("ahead", ahead) and not all(_is_in_memory(dataset) for dataset in (x, y)):
             # One thread, because a second one would read the window after next too early, into more
@@ -106,16 +106,15 @@ class Batches:
             self._thread.shutdown(cancel_futures=True)
             self._ahead = None
 
-    def settle(self) -> None:
+    def await_read(self) -> None:
         """Wait until the thread reads nothing: some files let one thread at a time read."""
         if self._ahead is not None:
-            # Unlike result(), it raises nothing: the error belongs to the step that needs the
-            # samples.
+            # It waits as `result` does, and leaves an error to the step that needs the batch.
             self._ahead.exception()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         if self._thread is None:
-            # Without a thread a window would only cost memory, so that each step is read alone.
+            # In memory: each batch is indexed when its step comes.
             for step in self._steps:
                 yield from self._read(range(step, step + 1))
             return
@@ -123,6 +122,7 @@ class Batches:
         reads = (thread.submit(self._read, window) for window in self._windows())  # begun by next()
         self._ahead = next(reads, None)
         while self._ahead is not None:
+            # It raises what the thread has raised, in the step that needs the window.
             batches = self._ahead.result()
             # Begun before the first batch is yielded, so that it overlaps with all steps of this
             # window.
@@ -142,12 +142,14 @@ class Batches:
             yield range(step, stop)
             step = stop
 
-    def _read(self, steps: range) -> list[Batch]:
+    def _read(self, steps: range) -> list[RankBatch]:
         per_epoch = self._sampler.batches_per_epoch
-        parts = [self._sampler.local(*divmod(step, per_epoch), *self._place) for step in steps]
-        # All batches of the window in one read, because `take` sorts its indices into runs.
+        parts = [
+            self._sampler.local(*divmod(step, per_epoch), *self._rank_and_size) for step in steps
+        ]
+        # One read for all steps of a window, in which neighbours in the file are one run.
         wanted = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
-        found: list[list[Any]] = []
+        found: list[list[Data]] = []
         for name, dataset in self._datasets.items():
             try:
                 samples = take(dataset, wanted) if dataset is not None else None
@@ -156,22 +158,23 @@ class Batches:
             except Exception as error:
                 last = f" to {steps.stop}" if len(steps) > 1 else ""
                 error.add_note(
-                    f"while reading {described(wanted)} of {name} ({place_of(dataset)}) for step "
+                    f"while reading {described(wanted)} of {name} ({origin_of(dataset)}) for step "
                     f"{steps.start + 1}{last}"
                 )
                 raise
             if samples is None or len(parts) == 1:
                 found.append([samples] * len(parts))
                 continue
+            # Views of what was read: the samples are not copied again.
             ends = np.cumsum([0, *(len(part) for part, _ in parts)]).tolist()
             found.append([samples[start:stop] for start, stop in itertools.pairwise(ends)])
         return [
-            Batch(x, y, start, indices)
+            RankBatch(x, y, start, indices)
             for x, y, (indices, start) in zip(*found, parts, strict=True)
         ]
 
 
-def _is_in_memory(dataset: Any) -> bool:
+def _is_in_memory(dataset: Dataset | None) -> bool:
     if dataset is None or isinstance(dataset, TokenWindows):
         return True
     # An array whose pages are read from the disk when they are accessed.
@@ -182,7 +185,7 @@ def _is_in_memory(dataset: Any) -> bool:
     return namespace_of(dataset) is not None or is_sparse(dataset)
 
 
-def place_of(dataset: Any) -> str:
+def origin_of(dataset: object) -> str:
     """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything

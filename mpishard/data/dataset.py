@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from pathlib import PurePath
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mpishard.base import Array, Namespace, array_namespace, as_count, as_integer, require_plain
+from mpishard.base import (
+    Array,
+    Data,
+    Namespace,
+    array_namespace,
+    as_count,
+    as_integer,
+    require_plain,
+)
+
+
+class Dataset(Protocol):
+    """Samples that a slice or an array of integers selects, in memory or in a file."""
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
 
 
 class TokenWindows:
@@ -68,6 +82,7 @@ class TokenWindows:
         if as_integer("offset", offset) not in (0, 1):
             raise ValueError(f"offset must be 0 (inputs) or 1 (targets), got {offset}")
         as_count("stride", stride)
+        # One token more than a window, because the last target lies behind it.
         if len(tokens) <= context_length:
             raise ValueError(
                 f"{len(tokens)} tokens hold no window of context_length {context_length} and the "
@@ -80,6 +95,7 @@ class TokenWindows:
         last = len(tokens) - 1 + offset
         # A view: the windows overlap, and would take context_length times the memory.
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
+        # A view: copies of overlapping windows would take context_length times the memory.
         self._windows = view[::stride]
 
     def __len__(self) -> int:
@@ -92,8 +108,8 @@ class TokenWindows:
 
     def __getitem__(self, indices: Any) -> npt.NDArray[np.int64]:
         """Return windows as a new int64 array, shape (n, context_length), for n indices."""
-        # Tokens are stored in few bytes, but embeddings and losses index with int64.
-        windows: npt.NDArray[np.int64] = self._windows[indices].astype(np.int64)
+        # Files hold uint16 or int32; embeddings index by int64.
+        windows: np.ndarray[Any, np.dtype[np.int64]] = self._windows[indices].astype(np.int64)
         return windows
 
     def __repr__(self) -> str:
@@ -141,9 +157,10 @@ class Samples:
         # All lengths are read before any is refused, so that the message can list them.
         lengths: dict[str, int] = {}
 
-        def measure(name: str, leaf: Any) -> None:
+        def measure(name: str, leaf: object) -> None:
             lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
 
+        # All leaves are checked before any sample is read.
         map_tree(measure, tree)
         if not lengths:
             raise TypeError(f"Samples need an array, or several in a dict or a tuple; got {tree!r}")
@@ -151,13 +168,13 @@ class Samples:
             raise ValueError(f"the arrays of Samples must have equal lengths, got {lengths}")
         self._length = next(iter(lengths.values()))
 
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[Dataset]:
         """Return the arrays, in order."""
-        found: list[Any] = []
+        found: list[Dataset] = []
         self.map(found.append)
         return found
 
-    def map(self, function: Callable[[Any], Any]) -> Any:
+    def map(self, function: Callable[[Any], object]) -> Any:
         """Return a tree of the same structure, with ``function(leaf)`` for each leaf."""
         return map_tree(lambda _, leaf: function(leaf), self.tree)
 
@@ -165,40 +182,40 @@ class Samples:
         return self._length
 
     def __getitem__(self, rows: Any) -> Samples:
-        # A slice of an array is a view, while `take` copies.
-        is_slice = isinstance(rows, slice)
-        return Samples(self.map(lambda leaf: leaf[rows] if is_slice else take(leaf, rows)))
+        return Samples(
+            self.map(lambda leaf: leaf[rows] if isinstance(rows, slice) else take(leaf, rows))
+        )
 
     def __repr__(self) -> str:
         return f"Samples({self.map(lambda leaf: getattr(leaf, 'shape', len(leaf)))})"
 
 
-def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
+def map_tree(function: Callable[[str, Any], object], tree: object, name: str = "") -> Any:
     """Return a tree of the same structure, with ``function(name, leaf)`` for each leaf.
 
     Inner nodes are dicts, lists, tuples and named tuples. The name of a leaf is the path to it, as
     in ``layers.0.weight``; that of a tree that is one leaf is empty.
     """
 
-    def mapped(key: Any, child: Any) -> Any:
+    def mapped(key: object, child: object) -> Any:
         return map_tree(function, child, f"{name}.{key}" if name else str(key))
 
     if isinstance(tree, Mapping):
         return {key: mapped(key, child) for key, child in tree.items()}
     if not isinstance(tree, list | tuple):
         return function(name, tree)
-    # A named tuple's constructor takes its fields one by one.
+    # A named tuple takes its values one by one, and not as one iterable.
     if hasattr(tree, "_fields"):
         return type(tree)(*map(mapped, tree._fields, tree))
     return type(tree)(map(mapped, range(len(tree)), tree))
 
 
-def tree_of(samples: Any) -> Any:
+def tree_of(samples: Data) -> Data:
     """Return the tree of `Samples`, which user functions take, or an array as it is."""
     return samples.tree if isinstance(samples, Samples) else samples
 
 
-def map_arrays(function: Callable[[Any], Any], samples: Any) -> Any:
+def map_arrays(function: Callable[[Array], object], samples: Data) -> Data:
     """Return ``function(array)``, or `Samples` of the arrays' results."""
     if isinstance(samples, Samples):
         return Samples(samples.map(function))
@@ -212,12 +229,13 @@ _NAMED = 5  # most arrays of a file that a message lists
 
 def count_samples(dataset: Any) -> int:
     """Return a data set's number of samples; Zarr arrays and sparse matrices have only a shape."""
-    # A sparse matrix has __len__, which raises, because its length would be ambiguous.
-    has_length = hasattr(dataset, "__len__") and not is_sparse(dataset)
-    return len(dataset) if has_length else int(dataset.shape[0])
+    # The length of a sparse matrix is refused by SciPy, as ambiguous.
+    if isinstance(dataset, Sized) and not is_sparse(dataset):
+        return len(dataset)
+    return int(dataset.shape[0])
 
 
-def is_sparse(dataset: Any) -> bool:
+def is_sparse(dataset: object) -> bool:
     """Return whether a data set is a sparse matrix or array, such as those of SciPy."""
     return hasattr(dataset, "tocsr")
 
@@ -225,8 +243,8 @@ def is_sparse(dataset: Any) -> bool:
 @overload
 def take(dataset: Samples, indices: Array) -> Samples: ...
 @overload
-def take(dataset: Any, indices: Array) -> Array: ...
-def take(dataset: Any, indices: Array) -> Array | Samples:
+def take(dataset: Dataset, indices: Array) -> Array: ...
+def take(dataset: Dataset, indices: Array) -> Array | Samples:
     """Return the samples of ``dataset`` at ``indices``, as a new array.
 
     Nothing else of the data set is read.
@@ -252,6 +270,7 @@ def take(dataset: Any, indices: Array) -> Array | Samples:
     the object has a ``shape``, and otherwise by arrays of integers.
     """
     require_plain(dataset)
+    # In memory any order is as fast, so that nothing is sorted.
     if isinstance(dataset, np.ndarray | TokenWindows):
         # np.asarray turns a memory map's result into a plain array.
         return np.asarray(dataset[indices])
@@ -278,12 +297,13 @@ def take(dataset: Any, indices: Array) -> Array | Samples:
         samples = runs[0] if len(runs) == 1 else np.concatenate(runs)
     else:
         samples = _as_array(dataset[unique])
+    # A data set of single samples may take the array for one index, and return one row.
     if len(indices) > 1 and len(samples) != len(unique):
         raise ValueError(
             f"asked for {len(unique)} samples, {unique[0]} to {unique[-1]}, the data set returned "
             f"an array of shape {samples.shape}; the first dim must be the samples"
         )
-    # Back into the caller's order, with repeats. A batch that is not shuffled needs no copy.
+    # No second copy if the order rises, as in an evaluation.
     return samples if np.array_equal(unique, indices) else samples[places]
 
 
@@ -300,7 +320,7 @@ def namespace_of(dataset: Any) -> Namespace | None:
         return None
 
 
-def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
+def check_dataset(dataset: object, name: str, *, allow_empty: bool = False) -> int:
     """Refuse what `take` could not read; return the number of samples.
 
     Parameters
@@ -332,7 +352,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             f"{name} is a {kind} of an HDF5 file that is closed; keep the file open until "
             "training has ended"
         )
-    # Other formats, such as CSC, search the whole matrix for each row.
+    # Only CSR finds a row without a search through the whole matrix.
     if is_sparse(dataset) and getattr(dataset, "format", None) != "csr":
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}; pass {name}.tocsr(), whose rows are read "
@@ -351,7 +371,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             f"{name} must be {_WANTED}, got the {kind} {str(dataset)!r}; open the file first, as "
             'by h5py.File(path)["x"] or numpy.load(path, mmap_mode="r")'
         )
-    # These have len(), but cannot be indexed by an array; the first step would fail.
+    # NumPy would copy all of a list in each step.
     if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name}), or several "
@@ -366,7 +386,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         length = count_samples(dataset)
     except (TypeError, AttributeError, IndexError) as error:
         # 0-dim arrays have __len__, and raise.
-        raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
+        raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} fails: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")
     return length

@@ -58,7 +58,7 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        # A bool is an int, and True would be a data set of one sample.
+        # To Python True is an int.
         if isinstance(data, bool) or not isinstance(data, int | np.integer | Sized):
             raise TypeError(
                 f"data must be a number of samples or have a length, got {type(data).__name__}"
@@ -100,7 +100,7 @@ class DistributedSampler:
         share = len(self)
         # Cut, or repeated from the beginning, because all replicas need the same number of indices.
         order = np.resize(self._order(), share * self.num_replicas)
-        # Python's integers, because a data loader may pass them to any data set.
+        # Python's numbers, because data loaders index lists by them, too.
         yield from order[self.rank * share : (self.rank + 1) * share].tolist()
 
     def __repr__(self) -> str:
@@ -113,6 +113,7 @@ class DistributedSampler:
     def _set_replicas(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
         as_index("rank", rank, as_count("num_replicas", num_replicas))
+        # If nothing is left the epoch is over, which is no mistake.
         if self.drop_last and 0 < left < num_replicas:
             raise ValueError(
                 f"drop_last=True leaves nothing: {left} samples are fewer than "
@@ -125,6 +126,7 @@ class DistributedSampler:
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def _order(self) -> Indices:
+        # Another name than that of global batches, so that one seed gives two orders.
         name = f"{int(self.seed)}/distributed sampler/{self.epoch}"
         return order_of(self.length, name, shuffle=self.shuffle)
 
@@ -207,7 +209,9 @@ class ElasticDistributedSampler(DistributedSampler):
             unchanged then.
         """
         seen = self.seen
+        # First, because it may refuse, and nothing must have changed then.
         self._set_replicas(num_replicas, rank, self.length - seen)
+        # Iterators that are under way see the change, and end.
         self._start, self._taken = seen, 0
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
     order: Indices = np.arange(length, dtype=np.int64)
     if shuffle:
         _generator(name).shuffle(order)
-    # Slices of it are handed out as batches, and a write would change the samples of later batches.
+    # All batches of an epoch are views of one order, which no caller may change.
     order.flags.writeable = False
     return order
 
@@ -35,6 +35,7 @@ WINDOW_BLOCKS = 16
 
 def window_of(batch_size: int, block_size: int) -> int:
     """Return the number of consecutive batches that hold `WINDOW_BLOCKS` blocks or more."""
+    # Rounded up, so that no window has fewer blocks.
     return -(-WINDOW_BLOCKS * block_size // batch_size)
 
 
@@ -56,11 +57,11 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     # A stream of its own, so that the order of blocks does not depend on the batch size.
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)
+    # The last window may be shorter; it is mixed below by the same rule.
     whole = length - length % (batch_size * window)
     # Each batch of a window takes one sample from every group, so that all batches mix all blocks.
     groups = laid[:whole].reshape(-1, batch_size, window)
-    # Rows (group) and columns (batch) change places, so that a batch is contiguous in the order.
-    dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
+    mixed = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
     if whole < length:
         # Only the first `last` groups of a last window have a sample for its last batch.
         full, last = divmod(length - whole - 1, batch_size)
@@ -69,9 +70,9 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
         cut = whole + last * (full + 1)
         longer = generator.permuted(laid[whole:cut].reshape(last, full + 1), axis=1)
         shorter = generator.permuted(laid[cut:].reshape(batch_size - last, full), axis=1)
-        dealt.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
-        dealt.append(longer[:, full])
-    order: Indices = np.concatenate(dealt)
+        mixed.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
+        mixed.append(longer[:, full])
+    order: Indices = np.concatenate(mixed)
     order.flags.writeable = False
     return order
 
@@ -85,7 +86,7 @@ def _generator(name: str) -> np.random.Generator:
 def _order(
     sampler: GlobalBatchSampler | LocalBatchSampler, length: int, name: str, batch_size: int
 ) -> Indices:
-    # A list, because the samplers are frozen, and a new epoch replaces its entry.
+    # A list, because the samplers are frozen: its content may change.
     for known, order in sampler._last:
         if known == name:
             return order
@@ -104,8 +105,7 @@ def _check_block(block_size: int | None) -> None:
         as_count("shuffle_block_size", block_size)
 
 
-def _check_place(epoch: int, index: int, batches: int) -> None:
-    # Both are checked, because a negative number would count from the end, and give a wrong batch.
+def _check_index(epoch: int, index: int, batches: int) -> None:
     as_count("epoch", epoch, least=0)
     if not 0 <= as_integer("index", index) < batches:
         raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
@@ -182,6 +182,7 @@ class GlobalBatchSampler:
         if self.leaves is not None:
             as_count("leaves", self.leaves)
         _check_block(self.shuffle_block_size)
+        # Otherwise an epoch would have no batch, and a run no end.
         if self.drop_last and self.length < self.batch_size:
             raise ValueError(
                 f"drop_last=True leaves no batch: {self.length} samples are fewer than "
@@ -223,7 +224,7 @@ class GlobalBatchSampler:
         IndexError
             If ``index`` is outside the epoch.
         """
-        _check_place(epoch, index, self.batches_per_epoch)
+        _check_index(epoch, index, self.batches_per_epoch)
         start = index * self.batch_size
         name = f"{int(self.seed)}/sample order/{int(epoch)}"
         order = _order(self, self.length, name, self.batch_size)
@@ -253,7 +254,7 @@ class GlobalBatchSampler:
         """
         as_index("rank", rank, as_count("world_size", world_size))
         batch = self.batch(epoch, index)
-        # With as many leaves as ranks, LeafLayout is the ShardLayout over the ranks.
+        # Leaves are divided, and not samples, so that every world has the same leaves.
         leaves = self.leaves or world_size
         parts = LeafLayout(len(batch), leaves, world_size).slices(rank)
         # A view of the order, without a copy.
@@ -344,6 +345,7 @@ class LocalBatchSampler:
     @property
     def batches_per_epoch(self) -> int:
         """Number of global batches in an epoch."""
+        # Until the last rank has used up its samples; with drop_last, until the first one has.
         pairs = list(zip(self.lengths, self._shares, strict=True))
         if self.drop_last:
             # The epoch ends with the rank whose full shares are used up first.
@@ -385,14 +387,15 @@ class LocalBatchSampler:
         if world_size != len(self.lengths):
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
         as_index("rank", rank, world_size)
-        _check_place(epoch, index, self.batches_per_epoch)
+        _check_index(epoch, index, self.batches_per_epoch)
+        # Fixed for the whole run, so that a rank's batch follows from its index alone.
         share = self._shares[rank]
         # The samples follow those of the ranks before, some of which may have none left.
         brought_before = [
             min(max(length - index * other, 0), other)
             for length, other in zip(self.lengths[:rank], self._shares, strict=False)
         ]
-        # With the rank, so that equal data sets are not seen in one order everywhere.
+        # The rank is part of the name: ranks with equal data need different orders.
         name = f"{int(self.seed)}/sample order of rank {rank}/{int(epoch)}"
         order = _order(self, self.lengths[rank], name, share)
         return order[index * share : (index + 1) * share], sum(brought_before)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mpishard.base import Array, DType, optional_package
+from mpishard.contracts import PathLike
 
 Rows = npt.NDArray[np.integer[Any]]
+
+
+class _Table(Protocol):
+    """A table whose rows are indexed, and whose columns have names."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, indices: Any, /) -> Mapping[str, Any]: ...
 
 
 class Column:
@@ -42,8 +50,7 @@ class Column:
     [[0.0, 0.0, 1.0]]
     """
 
-    def __init__(self, rows: Any, name: str) -> None:
-        # Of an empty data set nothing is known, not even its columns.
+    def __init__(self, rows: _Table, name: str) -> None:
         if len(rows) and name not in rows[:1]:
             raise KeyError(f"there is no column {name!r}; there are {', '.join(rows[:1])}")
         self.rows = rows
@@ -55,7 +62,7 @@ class Column:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, indices: Any) -> Array:
+    def __getitem__(self, indices: slice | Array) -> Array:
         """Return the values of a slice or an array of integers, shape (n, ...)."""
         return np.asarray(self.rows[indices][self.name])
 
@@ -101,7 +108,7 @@ class ParquetColumns:
         column has missing values, lists of different lengths, or values that are not numbers.
     """
 
-    def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
+    def __init__(self, path: PathLike | Sequence[PathLike], columns: str | Sequence[str]) -> None:
         parquet = optional_package("pyarrow.parquet", "ParquetColumns", "data")
         files = _files(path)
         self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, files))
@@ -125,6 +132,7 @@ class ParquetColumns:
             if not file.metadata.num_rows:  # its schema may be any: pandas writes columns of null
                 continue
             own = [file.schema_arrow.field(name).type for name in self._columns]
+            # The first file with rows decides, and not the first file.
             types = types or own
             # Columns of one data set have one dtype: the first file's, if that can hold the
             # others'.
@@ -135,6 +143,7 @@ class ParquetColumns:
                     "files in one dtype"
                 )
             for group in range(file.metadata.num_row_groups):
+                # An empty row group has no row that would lead to it.
                 if rows := file.metadata.row_group(group).num_rows:
                     starts.append(starts[-1] + rows)
                     self._groups.append((file, group))
@@ -143,6 +152,7 @@ class ParquetColumns:
         self._kept: tuple[int, Array] | None = None
         # A ParquetFile has a position in the file, so that only one thread at a time may read.
         self._lock = threading.Lock()
+        # Read now, because only the values give shape and dtype of a sample.
         first = self._group(0) if self._groups else np.zeros(0)
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *first.shape[1:])
         self.dtype = first.dtype
@@ -150,7 +160,7 @@ class ParquetColumns:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, indices: Any) -> Array:
+    def __getitem__(self, indices: slice | Array) -> Array:
         """Return the samples of a slice or an array of integers, shape (n, ...)."""
         if isinstance(indices, slice):
             indices = np.arange(*indices.indices(len(self)))
@@ -194,6 +204,7 @@ class ParquetColumns:
         # By the type's name, because pyarrow has three types of lists and is not imported here.
         is_list = str(values.type).startswith(("list", "large_list", "fixed_size_list"))
         flat = values.flatten() if is_list else values
+        # Floats would become NaN, and integers floats: nothing is guessed.
         if values.null_count or flat.null_count:
             raise ValueError(f"column {name!r} of {self.filename} has missing values")
         numbers: Array = flat.to_numpy(zero_copy_only=False)
@@ -220,11 +231,11 @@ def _dtype_of(types: Sequence[Any]) -> DType:
     return np.result_type(*(each.to_pandas_dtype() for each in elements))
 
 
-def _files(path: Any) -> list[Path]:
-    # A sequence keeps the user's order; a folder has none, and is sorted to be the same everywhere.
+def _files(path: PathLike | Sequence[PathLike]) -> list[Path]:
     if not isinstance(path, str | Path):
         found = [Path(each) for each in path]
     else:
+        # Sorted, so that all ranks number the rows alike.
         found = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
     if not found:
         raise FileNotFoundError(f"there is no *.parquet file in {path}")

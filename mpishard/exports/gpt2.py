@@ -6,15 +6,14 @@ import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mpishard.base import Array, as_flag, check_path
+from mpishard.base import Array, Document, as_flag, check_path
 from mpishard.checkpoint import LazyTensor, TensorFile
 from mpishard.communication import same_outcome
-from mpishard.contracts import PathLike
+from mpishard.contracts import PathLike, UserModel
 from mpishard.exports.rank_zero import write_model
 from mpishard.models import ShardedModelBase
 from mpishard.nn import GPT
@@ -36,7 +35,7 @@ _EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
 _BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
-def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
+def save_gpt2(model: UserModel, path: PathLike, *, transposed: bool = False) -> None:
     """Write a `GPT` as a safetensors file that a GPT-2 of PyTorch loads.
 
     Names are ``transformer.wte.weight``, ``transformer.h.0.attn.c_attn.weight`` and so on, as in
@@ -65,7 +64,7 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
     """
     transposed = as_flag("transposed", transposed)
 
-    def content(model: Any, values: Iterator[Array]) -> Iterator[memoryview]:
+    def content(model: UserModel, values: Iterator[Array]) -> Iterator[memoryview]:
         _require_gpt(model)
         entries, dtype = model.parameter_table.entries, model.dtype
         is_tied = not any(entry.name == "head.weight" for entry in entries)
@@ -96,7 +95,7 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
     write_model(path, model, content)
 
 
-def load_gpt2(model: Any, path: PathLike) -> None:
+def load_gpt2(model: UserModel, path: PathLike) -> None:
     """Load the parameters of a `GPT` from a safetensors file of a GPT-2 of PyTorch.
 
     Both layouts of `save_gpt2` are read, and names may lack ``transformer.``. Every rank reads the
@@ -131,7 +130,7 @@ def load_gpt2(model: Any, path: PathLike) -> None:
     model.set_parameters(vector)
 
 
-def _require_gpt(model: Any) -> None:
+def _require_gpt(model: object) -> None:
     if not isinstance(model, GPT):
         raise TypeError(f"a GPT-2 file needs a GPT, got a {type(model).__name__}")
     for entry in model.parameter_table.entries:
@@ -197,7 +196,7 @@ def _vector(model: GPT, path: Path) -> Array:
     return vector
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Document:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:

@@ -20,7 +20,7 @@ _MAXIMUM_BYTES = 2**31 - 1  # Maximum size of a message of Protocol Buffers.
 _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # Fields of ModelProto, GraphProto and TensorProto.
 
 
-def export_onnx(model: Any, path: PathLike) -> None:
+def export_onnx(model: object, path: PathLike) -> None:
     """Write the function ``model.predict`` as an ONNX file, in float32.
 
     ONNX Runtime's results differ from the model's by rounding (about 1e-6). The input is named
@@ -50,7 +50,7 @@ def export_onnx(model: Any, path: PathLike) -> None:
     write_model(path, model, _content)
 
 
-def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
+def _content(model: object, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
     if not isinstance(model, Model):
         raise TypeError(f"export_onnx needs a model of mpishard.nn, got a {type(model).__name__}")
     try:
@@ -140,7 +140,7 @@ class _Graph:
         names = [self._names[given] for given in node.inputs]
         return _OPERATIONS[node.op](self, node, *names)
 
-    def constant(self, value: Any) -> str:
+    def constant(self, value: object) -> str:
         """Add a constant, and return its name; integers become int64."""
         array = np.asarray(value)
         array = array.astype(np.int64) if array.dtype.kind == "i" else array
@@ -175,7 +175,7 @@ def _shape(node: ComputationNode) -> list[int | str]:
     return ["batch", *(f"dim{i}" if n is None else n for i, n in enumerate(node.shape[1:], 1))]
 
 
-def _simple(op: str, **attributes: Any) -> Callable[..., str]:
+def _simple(op: str, **attributes: object) -> Callable[..., str]:
     return lambda graph, node, *names: graph.apply(op, *names, **attributes)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.base import Array, check_path, to_host
 from mpishard.checkpoint import disk
 from mpishard.communication import same_outcome
-from mpishard.contracts import PathLike
+from mpishard.contracts import PathLike, UserModel
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Model
 
@@ -19,7 +19,7 @@ Content = Callable[[Any, Iterator[Array]], Iterable[memoryview | bytes]]
 """Function of a model's structure and its parameters, in table order: it yields a file's parts."""
 
 
-def write_model(path: PathLike, model: Any, content: Content) -> None:
+def write_model(path: PathLike, model: UserModel, content: Content) -> None:
     """Write the ``content`` of a model to ``path``. Collective if the model is sharded.
 
     A file at ``path`` is replaced atomically. Rank 0 writes. It gathers one unit of a sharded model
@@ -54,7 +54,7 @@ def write_model(path: PathLike, model: Any, content: Content) -> None:
                 pass
 
 
-def _chunks(model: Any) -> Iterator[Array]:
+def _chunks(model: UserModel) -> Iterator[Array]:
     yield from model.get_parameter_chunks()
 
 

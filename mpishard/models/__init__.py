@@ -3,7 +3,7 @@
 To learn how FSDP works, read `strategies/data_parallel`, `wrapper/base`, `engine/engine` and
 `programs/chain`. Chapters, each of which imports only those before it: `stores` hold parameters
 and gradients, `programs` compute, the `engine` steps, the `wrapper` is the surface, and
-`strategies` say what is sharded.
+`strategies` name the vectors that are sharded.
 """
 
 from mpishard.models.engine.engine import Engine
@@ -15,8 +15,8 @@ from mpishard.models.engine.update import (
     StepReport,
     Update,
     UpdatePieces,
-    dealt,
-    written_here,
+    divided_pieces,
+    pieces_to_write,
 )
 from mpishard.models.programs.placed_program import (
     Arrivals,
@@ -51,7 +51,7 @@ from mpishard.models.strategies.mesh_parallel import (
     TensorParallelModel,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.held import compare_replicas
+from mpishard.models.wrapper.local_shard import compare_replicas
 from mpishard.models.wrapper.paged import PagedModel
 from mpishard.models.wrapper.wrapped import agreed_vector
 from mpishard.models.wrapper.wrapping import (

@@ -15,7 +15,7 @@ _waiting: ContextVar[list[tuple[Array, Callable[[], Any]]] | None] = ContextVar(
 )
 
 
-def refuse_if_any(wrong: Array, refuse: Callable[[], Any]) -> None:
+def refuse_if_any(wrong: Array, refuse: Callable[[], object]) -> None:
     """Call ``refuse``, which raises, unless ``wrong`` is 0.
 
     The host waits for the GPU here, or at the end of a block of `deferred_checks`.

@@ -280,7 +280,7 @@ class CrossEntropy(Loss):
         self.z_loss = as_amount("z_loss", z_loss)
         self.class_weight = as_class_weight(class_weight)
 
-    def rows_of(self, target: Any) -> tuple[Array, Array, Array]:
+    def rows_of(self, target: object) -> tuple[Array, Array, Array]:
         """Return the targets, True for those that count, and their weights, each of shape (N,).
 
         A target counts if it is not ignored and weighs more than 0. Without weights of samples and
@@ -405,7 +405,7 @@ class CrossEntropy(Loss):
                 f"the ignored {self.ignore_index}"
             )
 
-    def _checked_shapes(self, prediction_shape: tuple[int, ...], given: Any) -> Array:
+    def _checked_shapes(self, prediction_shape: tuple[int, ...], given: object) -> Array:
         """Return the targets without weights, after all checks but that of the targets' values."""
         target = checked_targets("CrossEntropy", given)
         if not prediction_shape or target.shape != prediction_shape[:-1]:

@@ -89,19 +89,19 @@ def _compile(loop: Callable[..., None], dtype: DType) -> Callable[..., None] | N
 # ---------------------------------------------------------------- one element, inside the loops
 
 
-def _load(array: Any, i: Any) -> Any:
+def _load(array: Array, i: int | tuple[int, int]) -> Any:
     return array[i]
 
 
-def _store(array: Any, i: Any, value: Any) -> None:
+def _store(array: Array, i: int | tuple[int, int], value: Any) -> None:
     array[i] = value
 
 
-def _load_bits(array: Any, i: Any) -> Any:
+def _load_bits(array: Array, i: int | tuple[int, int]) -> Any:
     return np.uint32(np.uint32(array[i]) << np.uint32(16)).view(np.float32)
 
 
-def _store_bits(array: Any, i: Any, value: Any) -> None:
+def _store_bits(array: Array, i: int | tuple[int, int], value: Any) -> None:
     """Round to the nearest bfloat16, ties to even, with the bits of `bfloat16.round_into`."""
     word = np.float32(value).view(np.uint32)
     # np.uint32 around each result: numba would widen it to 64 bits, and halve the lanes.
@@ -145,7 +145,7 @@ _SIGNATURES = {
 # ------------------------------------------------------------------------------------ the loops
 
 
-def add(d: Any, other: Any) -> None:
+def add(d: Array, other: Array) -> None:
     """Add ``other`` to d in place; if ``other`` is one row, to each row of d."""
     width = other.size
     for n in range(d.size // width):  # LLVM does not vectorize a range with a step.
@@ -153,7 +153,7 @@ def add(d: Any, other: Any) -> None:
             store(d, n * width + i, load(d, n * width + i) + load(other, i))
 
 
-def gelu(x: Any, y: Any, slope: Any) -> None:
+def gelu(x: Array, y: Array, slope: Array) -> None:
     """Write y, the GELU of x in its tanh form, and the slope dy/dx, as `mpishard.nn.GELU` does."""
     for i in range(x.size):
         value = load(x, i)
@@ -168,14 +168,14 @@ def gelu(x: Any, y: Any, slope: Any) -> None:
         store(slope, i, h + result * (_ONE - h) * (_TWO * _SLOPE + _SIX * _CUBIC * square))
 
 
-def scale(d: Any, factors: Any) -> None:
+def scale(d: Array, factors: Array) -> None:
     """Multiply d by the factors in place."""
     for i in range(d.size):
         store(d, i, load(d, i) * load(factors, i))
 
 
 def norm_forward(
-    x: Any, weight: Any, bias: Any, epsilon: Any, y: Any, h: Any, inverse: Any
+    x: Array, weight: Array, bias: Array, epsilon: float, y: Array, h: Array, inverse: Array
 ) -> None:
     """Write the layer norm y, the normalised input h, and 1 / standard deviation of each row."""
     rows, width = x.shape
@@ -196,7 +196,9 @@ def norm_forward(
             store(y, (n, i), normal * weight[i] + bias[i])
 
 
-def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias: Any) -> None:
+def norm_backward(
+    d: Array, h: Array, weight: Array, inverse: Array, dweight: Array, dbias: Array
+) -> None:
     """Overwrite d with the input's gradient, and add the gradients of weight and bias."""
     rows, width = d.shape
     for n in range(rows):
@@ -218,7 +220,7 @@ def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias
 
 
 def softmax_forward(
-    scores: Any, weights: Any, logs: Any, factor: Any, first: Any, queries: Any
+    scores: Array, weights: Array, logs: Array, factor: Any, first: Any, queries: Any
 ) -> None:
     """Write the softmax of factor * scores over the keys that each row sees, and 0 for the others.
 
@@ -244,11 +246,11 @@ def softmax_forward(
 
 
 def softmax_backward(
-    scores: Any,
-    dweights: Any,
-    weights: Any,
-    dscores: Any,
-    logs: Any,
+    scores: Array,
+    dweights: Array,
+    weights: Array,
+    dscores: Array,
+    logs: Array,
     factor: Any,
     first: Any,
     queries: Any,

@@ -70,7 +70,7 @@ def checked_targets(owner: str, target: Any) -> Array:
     return checked
 
 
-def as_class_weight(value: Any) -> tuple[float, ...] | None:
+def as_class_weight(value: object) -> tuple[float, ...] | None:
     """Return the weights of classes as floats.
 
     Raises

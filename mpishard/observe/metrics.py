@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from mpishard.base import Document
+
 
 class MetricsWriter:
     """The writer of a file with one JSON object per line, flushed at once.
@@ -53,7 +55,7 @@ class MetricsWriter:
         # steps, and a curve over time does not go back.
         self._began = time.monotonic() - max(times)
 
-    def write(self, step: int, **values: Any) -> None:
+    def write(self, step: int, **values: object) -> None:
         """Append a line.
 
         Parameters
@@ -92,7 +94,7 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[Document]:
     """Return the lines of a metrics file, in order.
 
     A last line without its line break is left out: a run is writing it, or was killed in it.
@@ -107,7 +109,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return parse_metrics(Path(path).read_text(encoding="utf-8", errors="replace"), path)
 
 
-def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[Document]:
     """Return the whole lines of ``text``, which was read from ``path``; see `read_metrics`."""
     records = []
     # The text after the last line break is an incomplete line.
@@ -124,7 +126,7 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
     return records
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

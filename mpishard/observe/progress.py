@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from mpishard.base import as_count, require_type, settings
 
@@ -231,7 +231,7 @@ class Progress:
         self._stream.write(time.strftime(self._stamp) + line + "\n")
         self._stream.flush()
 
-    def _attempt(self, action: Callable[[], Any]) -> None:
+    def _attempt(self, action: Callable[[], object]) -> None:
         """Do ``action``, which writes to the stream; end the output if it fails."""
         try:
             action()

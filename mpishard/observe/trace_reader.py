@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpishard.base import Document
 from mpishard.communication import (
     TRACE_FORMAT,
     TRACE_VERSION,
@@ -73,7 +74,7 @@ class JobTrace:
             )
         self.job: str = about["job"]
         own = [lines.about for lines in self._files]
-        self.ranks: list[dict[str, Any]] = about["ranks"] if self._is_merged else own
+        self.ranks: list[Document] = about["ranks"] if self._is_merged else own
         self.endings: dict[int, Ending] = {}
 
     @property
@@ -81,7 +82,7 @@ class JobTrace:
         """Number of ranks."""
         return len(self.ranks)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Document]:
         """Yield every event, rank by rank, with ``ts`` counted from the job's start.
 
         Raises
@@ -129,7 +130,7 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.end: dict[str, Any] | None = None
+        self.end: Document | None = None
         with path.open(encoding="utf-8", errors="replace") as stream:
             line = stream.readline()
         try:
@@ -144,13 +145,13 @@ class _Lines:
                 f"{path} does not begin as a trace of mpishard does; it is torn, or another "
                 f"program wrote it: {line[:60].strip()!r}"
             )
-        self.about: dict[str, Any] = about
+        self.about: Document = about
         if about["version"] != TRACE_VERSION:
             raise ValueError(
                 f"{path} has version {about['version']}, and this mpishard reads {TRACE_VERSION}"
             )
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Document]:
         with self.path.open(encoding="utf-8", errors="replace") as stream:
             next(stream)
             torn = 0
@@ -260,14 +261,14 @@ def _merged(trace: JobTrace) -> Iterator[str]:
     yield last_line({"ranks": ends})
 
 
-def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _with_arrows(events: Iterator[Document]) -> Iterator[Document]:
     """Yield the events, and the two ends of an arrow for each message with both of its sides.
 
     The k-th message of a world, sender, receiver and tag is the same on both sides. A message that
     arrives before it was sent has no arrow: the clocks are wrong, or a message that was sent before
     the trace began has shifted the numbers of one side.
     """
-    waiting: dict[tuple[Any, ...], dict[str, Any]] = {}
+    waiting: dict[tuple[Any, ...], Document] = {}
     count = 0
     for event in events:
         yield event

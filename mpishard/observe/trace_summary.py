@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mpishard.base import Document
 from mpishard.observe.trace_reader import JobTrace
 
 _PASSES = ("forward", "backward", "backward_input", "backward_weight")
@@ -108,7 +108,7 @@ class _RankEvents:
         self.numbers: list[int] = []
         """The numbers of the steps, in the order of their spans."""
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Document) -> None:
         times = event["ts"], event["ts"] + event["dur"]
         self.spans[event["cat"]].append(times)
         if event["cat"] == "step":
@@ -126,7 +126,7 @@ class _Calls:
         self._latest: dict[tuple[str, int], tuple[float, int, int]] = {}
         self._joined: dict[int, list[tuple[str, int]]] = defaultdict(list)
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Document) -> None:
         given = event.get("args", {})
         if "group" not in given:
             return
@@ -201,7 +201,7 @@ def summarize_trace(trace: JobTrace) -> TraceSummary:
     )
 
 
-def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShares:
+def _shares(about: Document, events: _RankEvents, last: float) -> RankShares:
     computing, waits, flights = (events.spans[c] for c in ("compute", "wait", "communication"))
     everything = [*computing, *waits, *flights]
     within = union(events.spans["step"])

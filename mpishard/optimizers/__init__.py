@@ -20,14 +20,14 @@ from mpishard.optimizers.rules.options import (
     ParameterOptions,
     no_decay_on_biases_and_norms,
 )
-from mpishard.optimizers.rules.plain import refuse_sharded
-from mpishard.optimizers.rules.ranges import (
-    OwnedRange,
+from mpishard.optimizers.rules.pieces import (
+    PieceViews,
     Segment,
     UpdateContext,
     count_missed,
     missed_by,
 )
+from mpishard.optimizers.rules.plain import refuse_sharded
 from mpishard.optimizers.rules.rule import JointRule, Optimizer
 from mpishard.optimizers.rules.schedules import (
     Constant,
@@ -73,7 +73,7 @@ __all__ = [
     "OneCycle",
     "OptimizationAlgorithmOptions",
     "Optimizer",
-    "OwnedRange",
+    "PieceViews",
     "PipelineParallelOptimizer",
     "RMSprop",
     "Segment",

@@ -29,6 +29,7 @@ from mpishard.pipeline.executor import (
     PipelineRecord,
 )
 from mpishard.pipeline.layers import (
+    Costs,
     IPipelinePartitionStrategy,
     LoadBalancedPartitionStrategy,
     UniformPartitionStrategy,

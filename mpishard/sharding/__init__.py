@@ -12,7 +12,7 @@ contracts and communication.
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.configuration import ShardingConfiguration, by_node, shared_choices
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
-from mpishard.sharding.placement import Placement, Slice, written_part
+from mpishard.sharding.placement import LocalParameter, Placement, range_to_write
 from mpishard.sharding.refusals import (
     refuse_for_model,
     refuse_line_search,
@@ -25,9 +25,9 @@ from mpishard.sharding.refusals import (
 from mpishard.sharding.regions import (
     Box,
     Region,
-    blocks_of,
     box_shape,
     box_within,
+    boxes_of,
     join_dims,
     put_region,
     shared_box,
@@ -40,8 +40,8 @@ from mpishard.sharding.table import (
     Piece,
     Unit,
     build_units,
-    cells_of,
-    cut_at_cells,
+    common_pieces,
+    cut_into_common_pieces,
     first_names,
     nested,
     nested_views,
@@ -54,6 +54,7 @@ from mpishard.sharding.table import (
 
 __all__ = [
     "Box",
+    "LocalParameter",
     "ParameterAnalyzer",
     "ParameterEntry",
     "ParameterGroup",
@@ -62,11 +63,10 @@ __all__ = [
     "Placement",
     "Region",
     "ShardingConfiguration",
-    "Slice",
     "Unit",
     "build_units",
-    "cells_of",
-    "cut_at_cells",
+    "common_pieces",
+    "cut_into_common_pieces",
     "first_names",
     "nested_views",
     "numerics_differences",
@@ -74,8 +74,8 @@ __all__ = [
     "overlapping",
     "owned_pieces",
     "pieces_within",
+    "range_to_write",
     "reproducing_worlds",
     "unit_at",
     "whole_box",
-    "written_part",
 ]

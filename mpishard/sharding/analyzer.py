@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpishard.base import Array, ShardingError, as_count
-from mpishard.contracts import ILayeredModel
+from mpishard.contracts import ILayeredModel, UserModel
 from mpishard.sharding.table import build_units
 
 
@@ -65,7 +64,7 @@ class ParameterAnalyzer:
         self.minimum_group_size = as_count("minimum_group_size", minimum_group_size)
         self.world_size = as_count("world_size", world_size)
 
-    def analyze_model(self, model: Any) -> list[ParameterGroup]:
+    def analyze_model(self, model: UserModel) -> list[ParameterGroup]:
         """Return the groups of a model. No parameter is made or gathered.
 
         Parameters

@@ -18,6 +18,7 @@ def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | str 
 
     They are the keyword arguments: all choices but the backend and the learning rate.
     """
+    # From the signature, so that a new choice is compared from the day it is written.
     names = inspect.getfullargspec(ShardingConfiguration.__init__).kwonlyargs
     return {name: getattr(config, name) for name in names}
 
@@ -55,12 +56,14 @@ def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
 
 def _ranks_of_a_node(backend: CommunicationBackend) -> int | None:
     """Return the number of ranks of each node; None if they differ or are not consecutive."""
+    # From the order of ranks alone, which every rank knows: no message is needed.
     size, rest = divmod(backend.world_size, backend.node_count)
+    # Ranks dealt to nodes in turn would make replicas whose messages all cross nodes.
     is_even = not rest and backend.nodes == tuple(r // size for r in range(backend.world_size))
     return size if is_even else None
 
 
-def _power_of_two(name: str, value: Any) -> int | None:
+def _power_of_two(name: str, value: object) -> int | None:
     if value is None:
         return None
     value = as_integer(name, value)
@@ -80,7 +83,7 @@ _HINTS = {
 """Precision that is refused -> a hint for the error."""
 
 
-def _precision(name: str, value: Any) -> str | None:
+def _precision(name: str, value: object) -> str | None:
     if value is not None and not (isinstance(value, str) and value in ("bfloat16", "tf32")):
         raise ValueError(
             f'{name} must be "bfloat16", "tf32", or None for the model\'s own dtype; got {value!r}'
@@ -89,20 +92,22 @@ def _precision(name: str, value: Any) -> str | None:
     return value
 
 
+# A property: a choice has its own docstring, and is checked whenever it is set.
 class _Choice(property):
     """An attribute of a configuration, which is set to ``check(name, value)``."""
 
-    def __init__(self, check: Callable[[str, Any], Any], doc: str) -> None:
+    def __init__(self, check: Callable[[str, Any], object], doc: str) -> None:
         self._check, self._text = check, doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        def write(config: ShardingConfiguration, value: Any) -> None:
+        def write(config: ShardingConfiguration, value: object) -> None:
             setattr(config, f"_{name}", self._check(name, value))
 
+        # No Python function runs to read a choice, which each step does several times.
         super().__init__(operator.attrgetter(f"_{name}"), write, doc=self._text)
 
 
-def _choice(check: Callable[[str, Any], Any], doc: str) -> Any:
+def _choice(check: Callable[[str, Any], object], doc: str) -> Any:
     """Return a `_Choice`, which a class declares as an attribute of the value's type."""
     return _Choice(check, doc)
 
@@ -148,12 +153,20 @@ class ShardingConfiguration:
         V, a power of two: worlds of 1 to 8 and of 16, 32 .. ranks, up to V, walk through *the
         same bits*, so that a run may continue with more or fewer ranks and end with identical
         parameters. The global batch is cut into V leaves, ``ShardLayout(batch, V)``, whatever the
-        number of ranks; each leaf's gradient is computed alone, and all are summed in one tree. A
-        rank of P makes V/P forward and backward passes a step, and reduces gradients as often. If
-        P is no power of two, only the largest power of two of ranks computes, as 2 of 3; all hold
-        and update their parts. A rank passes the samples of its leaves, end to end, as
-        `ShardedModelBase.batch_indices` names them. For the data axis alone, with one BLAS thread.
-        Default: None, one pass per rank and batch.
+        number of ranks; each leaf's gradient is computed alone, and all are summed in one tree.
+        All ranks hold and update their pieces. For V = 8:
+
+        ==========  ==================  =================================
+        world size  ranks that compute  passes and reductions a step each
+        ==========  ==================  =================================
+        1           1                   8
+        2 or 3      2                   4
+        4 to 7      4                   2
+        8           8                   1
+        ==========  ==================  =================================
+
+        Give each rank ``x[model.batch_indices(len(x))]`` of the global batch. For the data axis
+        alone, with one BLAS thread. Default: None, one pass per rank and batch.
     check_collectives : bool
         Compare every rank's call before data is mixed. Costs one small message per collective.
     allow_nonfinite : bool
@@ -219,15 +232,17 @@ class ShardingConfiguration:
         self.check_collectives = check_collectives
         self.allow_nonfinite = allow_nonfinite
         self.precision = precision
+        # Not a `_Choice`: models have made groups of ranks of it, so it cannot change.
         self._replica_size = self._checked_replica_size(replica_size)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A misspelled choice would otherwise be set, and have no effect.
         require_attribute(self, name, vars(ShardingConfiguration))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """The backend, and the choices that are not the defaults."""
+        # The defaults are left out, because a log would not show the choice among thirteen names.
         defaults = inspect.signature(ShardingConfiguration).parameters.values()
         chosen = [
             f", {each.name}={getattr(self, each.name)!r}"
@@ -291,8 +306,10 @@ class ShardingConfiguration:
             return None
         backend = self._communication_backend
         world = backend.world_size
+        # By type first: an array compared with a text would be an array.
         if isinstance(given, str) and given == "node":
             backend.initialize()  # nodes are known only afterwards
+            # Numbers of ranks differ on the nodes of some jobs; replicas must be equally large.
             of_a_node = _ranks_of_a_node(backend)
             if of_a_node is None:
                 raise ValueError(

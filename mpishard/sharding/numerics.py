@@ -26,7 +26,9 @@ def numerics_fingerprint() -> dict[str, str]:
         the library's choices, "unknown" for a library that threadpoolctl does not know;
         ``loops``: numba's version, or "NumPy". GPUs are not described.
     """
+    # None if a setting turns it off, too: the fingerprint is of what computes here.
     numba = numba_module()
+    # NumPy chooses vector instructions when it is imported; `exp` differs in them.
     simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
     libraries = [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "blas"]
     # SciPy may have loaded another one, which NumPy does not use.
@@ -54,6 +56,7 @@ def numerics_differences(before: Mapping[str, str], now: Mapping[str, str]) -> l
     """
     return [
         f"{name} was {before.get(name)} and is {now.get(name)}"
+        # Names of both: a checkpoint of another release may lack some, or have others.
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name)
     ]

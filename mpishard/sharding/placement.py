@@ -1,4 +1,4 @@
-"""The part of the model that a rank's own flat vector holds, and its place in the model."""
+"""Placements: the parameters of a rank's own flat vector, and their boxes in the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-_LEAST_PART = 1 << 14  # elements of the shortest part: less is written by one rank
+_LEAST_RANGE = 1 << 14  # elements of the shortest range that is divided among writers
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class LocalParameter:
     """A rank's part of one parameter.
 
     Parameters
@@ -37,7 +37,7 @@ class Slice:
         Whether this rank, of all that hold the same slice, counts it in norms and sums.
     written : tuple of (int, int), optional
         The elements ``[start, stop)`` of the slice that this rank, of all that hold it, writes to
-        files: see `written_part`. Default: all if the slice is counted, else none.
+        files: see `range_to_write`. Default: all if the slice is counted, else none.
     """
 
     entry: ParameterEntry
@@ -48,11 +48,13 @@ class Slice:
     @property
     def written_range(self) -> tuple[int, int]:
         """The range of the rank's own flat vector, ``[start, stop)``, that it writes."""
+        # Without a given range the rank that counts a parameter writes all of it.
         low, high = self.written or (0, self.entry.size if self.is_counted else 0)
+        # In the own vector, as pieces are: a save cuts both in one way.
         return self.entry.start + low, self.entry.start + high
 
 
-def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[int, int]:
+def range_to_write(size: int, turn: int, holder: int, holder_count: int) -> tuple[int, int]:
     """Return the elements that one of several ranks writes, of values that all of them hold.
 
     Together they write each element once. Large values are divided among them. Small ones are
@@ -74,33 +76,33 @@ def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[
 
     Examples
     --------
-    >>> [written_part(300_000, 0, holder, 3) for holder in range(3)]
+    >>> [range_to_write(300_000, 0, holder, 3) for holder in range(3)]
     [(0, 100000), (100000, 200000), (200000, 300000)]
-    >>> [written_part(512, 4, holder, 3) for holder in range(3)]
+    >>> [range_to_write(512, 4, holder, 3) for holder in range(3)]
     [(0, 0), (0, 512), (0, 0)]
     """
-    # A part below `_LEAST_PART` elements is not worth a write of its own.
-    layout = ShardLayout(size, min(holder_count, max(1, size // _LEAST_PART)))
+    # A range below `_LEAST_RANGE` elements is not worth a write of its own.
+    layout = ShardLayout(size, min(holder_count, max(1, size // _LEAST_RANGE)))
     # Each turn begins with another writer, so that small values are divided among the ranks.
-    part = (holder - turn) % holder_count
-    if part >= layout.world_size:
+    index = (holder - turn) % holder_count
+    if index >= layout.world_size:
         return 0, 0
-    return layout.start(part), layout.start(part) + layout.size(part)
+    return layout.start(index), layout.start(index) + layout.size(index)
 
 
 class Placement:
-    """The place, in the model's flat vector, of each element of a rank's own flat vector.
+    """Relates a rank's own flat vector to the model's: the position of each element there.
 
     Parameters
     ----------
     entries : sequence of ParameterEntry
         The model's parameters, in its flat order.
-    slices : sequence of Slice
-        Parts that this rank holds, in the order of its own flat vector.
+    local_parameters : sequence of LocalParameter
+        Parameters that this rank holds, in the order of its own flat vector.
 
     Attributes
     ----------
-    entries, slices : tuple
+    entries, local_parameters : tuple
         As given.
     length : int
         Length of the model's flat vector.
@@ -112,31 +114,37 @@ class Placement:
     Raises
     ------
     ValueError
-        If a slice is of no parameter, or its boxes do not have its shape.
+        If a local parameter is none of the model's, or its boxes do not have its shape.
     """
 
-    def __init__(self, entries: Sequence[ParameterEntry], slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, entries: Sequence[ParameterEntry], local_parameters: Sequence[LocalParameter]
+    ) -> None:
         self.entries = tuple(entries)
-        self.slices = tuple(slices)
+        self.local_parameters = tuple(local_parameters)
         self.length = self.entries[-1].stop if self.entries else 0
-        self._stops = [held.entry.stop for held in self.slices]
-        self.own_length = self._stops[-1] if self.slices else 0
+        # For bisection: the own vector has the local parameters end to end.
+        self._stops = [local.entry.stop for local in self.local_parameters]
+        self.own_length = self._stops[-1] if self.local_parameters else 0
         # A cache, because checkpoints cut the same ranges at each save.
         self._cuts: dict[tuple[int, int, bool], list[tuple[Region, slice]]] = {}
         self._origin = {entry.name: entry for entry in self.entries}
         # A tensor rank may hold whole parameters, and leave counting or writing to another one.
-        self.is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
-            held.is_counted and held.written_range == (held.entry.start, held.entry.stop)
-            for held in self.slices
+        self.is_whole = [local.entry for local in self.local_parameters] == list(
+            self.entries
+        ) and all(
+            local.is_counted and local.written_range == (local.entry.start, local.entry.stop)
+            for local in self.local_parameters
         )
-        for part in self.slices:
-            if part.entry.name not in self._origin:
-                raise ValueError(f"there is no parameter {part.entry.name!r} to hold a slice of")
-            held = sum(math.prod(box_shape(box)) for box in part.boxes)
-            if held != part.entry.size:
+        for local in self.local_parameters:
+            if local.entry.name not in self._origin:
+                raise ValueError(f"there is no parameter {local.entry.name!r} to hold a slice of")
+            # Wrong boxes would write other parameters' elements to a checkpoint, without an error.
+            size = sum(math.prod(box_shape(box)) for box in local.boxes)
+            if size != local.entry.size:
                 raise ValueError(
-                    f"the boxes {part.boxes} of {part.entry.name} have {held} elements, its slice "
-                    f"of shape {part.entry.shape} has {part.entry.size}"
+                    f"the boxes {local.boxes} of {local.entry.name} have {size} elements, its "
+                    f"slice of shape {local.entry.shape} has {local.entry.size}"
                 )
 
     @classmethod
@@ -145,26 +153,29 @@ class Placement:
 
         Without ``is_counted`` another rank, which holds the same, counts and writes all of it.
         """
-        return cls(entries, [Slice(e, (whole_box(e.shape),), is_counted) for e in entries])
+        # A rank that repeats another's work holds all, and counts none of it.
+        return cls(entries, [LocalParameter(e, (whole_box(e.shape),), is_counted) for e in entries])
 
     @property
     def counted_ranges(self) -> list[tuple[int, int]]:
         """Ranges ``(start, stop)`` of the rank's own flat vector that it counts in norms."""
-        return [(s.entry.start, s.entry.stop) for s in self.slices if s.is_counted]
+        counted = (local.entry for local in self.local_parameters if local.is_counted)
+        return [(entry.start, entry.stop) for entry in counted]
 
     @property
     def written_ranges(self) -> list[tuple[int, int]]:
         """Ranges ``(start, stop)`` of the rank's own flat vector that it writes to files."""
-        ranges = (held.written_range for held in self.slices)
+        ranges = (local.written_range for local in self.local_parameters)
         return [(start, stop) for start, stop in ranges if start < stop]
 
-    def part(self, full: Array, start: int, stop: int) -> Array:
+    def local(self, full: Array, start: int, stop: int) -> Array:
         """Return the rank's own range ``[start, stop)`` of the model's vector.
 
         Shape (stop - start,). It is a view if the rank's own flat vector is the model's.
         """
         if self.is_whole:
             return full[start:stop]
+        # A copy: boxes of a split parameter do not lie end to end in the model's vector.
         out = array_namespace(full).empty(stop - start, full.dtype)
         self.take(full, start, out)
         return out
@@ -193,19 +204,22 @@ class Placement:
         part : slice
             Its indices in the range.
         """
-        # By bisection, because a rank may hold thousands of slices, and most ranges are short.
-        for held in itertools.islice(self.slices, bisect.bisect_right(self._stops, start), None):
-            position = held.entry.start
+        # By bisection, because a rank may hold thousands of parameters, and most ranges are short.
+        index = bisect.bisect_right(self._stops, start)
+        for local in itertools.islice(self.local_parameters, index, None):
+            position = local.entry.start
             if position >= stop:
                 return
             # Of several ranks that hold a parameter, each writes a part, or nothing.
-            first, last = held.written_range if written else (position, held.entry.stop)
+            first, last = local.written_range if written else (position, local.entry.stop)
+            # Both the requested range and the range that this rank writes may cut a box.
             first, last = max(start, first), min(stop, last)
-            for box in held.boxes:
+            # Boxes are stacked along dim 0: each follows the one before it in the own vector.
+            for box in local.boxes:
                 size = math.prod(box_shape(box))
                 low, high = max(first, position), min(last, position + size)
                 if low < high:
-                    region = Region(held.entry.name, box, low - position, high - position)
+                    region = Region(local.entry.name, box, low - position, high - position)
                     yield region, slice(low - start, high - start)
                 position += size
 
@@ -225,6 +239,7 @@ class Placement:
         for start, array in parts:
             key = (start, start + int(array.size), written)
             if key not in self._cuts:
+                # Bounds alone are kept, and no arrays: these change from save to save.
                 self._cuts[key] = list(self.regions(key[0], key[1], written=written))
             pieces += [(region, array[part]) for region, part in self._cuts[key]]
         return pieces
@@ -267,15 +282,16 @@ def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
         run *= shape[joined]
     if not run:
         return
+    # In elements of the whole parameter, which is contiguous in the model's vector.
     strides = [math.prod(entry.shape[dim + 1 :]) for dim in range(len(shape))]
     for number, outer in enumerate(itertools.product(*(range(n) for n in shape[:joined]))):
         low = max(region.start - number * run, 0)
         high = min(region.stop - number * run, run)
         if low < high:
             index = [*outer, *([0] * (len(shape) - joined))]
-            places = (
+            offsets = (
                 (box[0] + i) * stride
                 for box, i, stride in zip(region.box, index, strides, strict=True)
             )
-            first = entry.start + sum(places)
+            first = entry.start + sum(offsets)
             yield first + low, first + high

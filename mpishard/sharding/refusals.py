@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 
+# Functions and no table of texts: each sentence has its numbers, and a caller cannot forget to
+# raise. `NoReturn` tells the type checker so.
 def refuse_with_leaves(
     leaves: int, other: str, instead: str = "leave out one of the two"
 ) -> NoReturn:
@@ -54,6 +56,7 @@ def refuse_one_replica(
     )
 
 
+# Error feedback would never see what this rounding has lost.
 def refuse_rounding(optimizer: str) -> NoReturn:
     """Refuse ``enable_gradient_compression`` beside an optimizer that sends gradients itself."""
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Parts of a tensor: boxes of it, and row-major ranges of boxes."""
+"""Boxes of a tensor, and regions: row-major ranges of boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import EllipsisType
 from mpishard.base import Array, copy_into
 
 Box = tuple[tuple[int, int], ...]
-"""A block of a tensor: the range ``(start, stop)`` of each dim."""
+"""A hyperrectangle of a tensor: the range ``(start, stop)`` of each dim."""
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -29,6 +29,7 @@ def shared_box(one: Box, other: Box) -> Box | None:
         (max(low, other_low), min(high, other_high))
         for (low, high), (other_low, other_high) in zip(one, other, strict=True)
     )
+    # A tensor without dims has one element, which every box of it shares.
     return shared if all(low < high for low, high in shared) else None
 
 
@@ -39,6 +40,7 @@ def box_within(box: Box, outer: Box | None = None) -> tuple[slice | EllipsisType
     """
     starts = [0] * len(box) if outer is None else [low for low, _ in outer]
     cut = (slice(low - s, high - s) for (low, high), s in zip(box, starts, strict=True))
+    # With the ellipsis an array without dims gives a view; `array[()]` would give a number.
     return (*cut, ...)
 
 
@@ -52,6 +54,7 @@ def join_dims(boxes: Sequence[Box]) -> list[Box]:
     >>> join_dims([((0, 4), (1, 3)), ((2, 6), (1, 3))])
     [((0, 8),), ((4, 12),)]
     """
+    # Fewer dims mean fewer boxes for a region, and longer runs of memory for each.
     joined: list[list[tuple[int, int]]] = [[] for _ in boxes]
     for dim, ranges in enumerate(zip(*boxes, strict=True)):
         low, high = ranges[0]
@@ -69,6 +72,7 @@ def join_dims(boxes: Sequence[Box]) -> list[Box]:
 class Region:
     """The elements ``[start, stop)``, in row-major order, of a box of the tensor ``name``."""
 
+    # A range of a box, and not of the tensor: a piece may begin in the middle of a slice's row.
     name: str
     box: Box
     start: int
@@ -89,7 +93,7 @@ class Region:
         return f"{self.name}[{box}][{self.start}:{self.stop}]"
 
 
-def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
+def boxes_of(region: Region) -> Iterator[tuple[Box, slice]]:
     """Yield the boxes that make up a region, in the order of its values.
 
     There are at most 2d - 1 of them in a tensor of d dims: an incomplete first row, whole rows, an
@@ -105,7 +109,7 @@ def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
     Examples
     --------
     >>> region = Region("weight", ((0, 4), (2, 5)), 1, 10)
-    >>> [(box, part.start, part.stop) for box, part in blocks_of(region)]
+    >>> [(box, part.start, part.stop) for box, part in boxes_of(region)]
     [(((0, 1), (3, 5)), 0, 2), (((1, 3), (2, 5)), 2, 8), (((3, 4), (2, 3)), 8, 9)]
     """
     position = 0
@@ -119,6 +123,7 @@ def _split(box: Box, start: int, stop: int) -> Iterator[Box]:
     """Yield the elements ``[start, stop)`` of ``box`` as boxes, in order."""
     if start >= stop:
         return
+    # Ends the recursion, too: a box without dims has one element.
     if stop - start == math.prod(box_shape(box)):
         yield box
         return
@@ -155,5 +160,6 @@ def _pairs(values: Array, region: Region, tensor: Array) -> Iterator[tuple[Array
     if box_shape(region.box) == tensor.shape:
         yield values, tensor.reshape(-1)[region.start : region.stop]
         return
-    for box, part in blocks_of(region):
+    # Copied box by box: no index of single elements is made, which would take more memory.
+    for box, part in boxes_of(region):
         yield values[part].reshape(box_shape(box)), tensor[box_within(box)]

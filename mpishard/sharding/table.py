@@ -11,12 +11,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from mpishard.base import Array, ShardLayout, check_name
 
 _DENSE_WORLDS = 8  # up to it, every number of ranks reproduces
 _start, _stop = attrgetter("start"), attrgetter("stop")
+
+
+class ParameterDescription(Protocol):
+    """The facts about a parameter that a layer declares, or another program's module has."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes of its dims."""
+
+    @property
+    def tied_to(self) -> str | None:
+        """Name of the parameter whose values it shares; None for values of its own."""
+
+    @property
+    def trainable(self) -> bool:
+        """False if training leaves it as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +76,9 @@ class ParameterTable:
 
     Parameters
     ----------
-    parameters : iterable of (str, spec)
-        Dotted name and description (``shape``, ``tied_to``, ``trainable``) of each parameter, in
-        order. One that is tied to another adds no entry: its name stands for the other's.
+    parameters : iterable of (str, ParameterDescription)
+        Dotted name and description of each parameter, in order. One that is tied to another adds
+        no entry: its name stands for the other's.
 
     Raises
     ------
@@ -78,13 +94,14 @@ class ParameterTable:
         Length of the flat vector.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, ParameterDescription]]) -> None:
         entries: dict[str, ParameterEntry] = {}
         ties: dict[str, tuple[str, tuple[int, ...]]] = {}
         start = 0
         for name, spec in parameters:
             if name in entries or name in ties:
                 raise ValueError(f"the model has two parameters named {name!r}")
+            # A tie is resolved once, here: units and files know one parameter of one name.
             if spec.tied_to is None:
                 entries[name] = ParameterEntry(name, tuple(spec.shape), start, spec.trainable)
                 start = entries[name].stop
@@ -99,6 +116,7 @@ class ParameterTable:
                     f"parameter {name!r} of shape {shape} is tied to {target!r} of shape "
                     f"{entries[target].shape}"
                 )
+        # A tied name has no entry: its elements would count and be saved twice.
         self.entries = tuple(entries.values())
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
@@ -118,6 +136,7 @@ class ParameterTable:
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """Return the entries that share an element with the flat range ``[start, stop)``."""
+        # A parameter without elements shares none, although it may lie in the range.
         return [e for e in overlapping(self.entries, start, stop) if e.size]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
@@ -129,6 +148,7 @@ def overlapping(
     entries: Sequence[ParameterEntry], start: int, stop: int
 ) -> Sequence[ParameterEntry]:
     """Return those of sorted ``entries`` that begin before ``stop`` and end after ``start``."""
+    # An empty range may lie inside of an entry, which bisection alone would return.
     if start >= stop:
         return ()
     # By bisection, because a model of thousands of layers calls this for each of its units.
@@ -146,7 +166,7 @@ def nested_views(
     return nested({name: find(entry).reshape(entry.shape) for name, entry in entries.items()})
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Return values by dotted name as nested dicts.
 
     Examples
@@ -156,6 +176,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for name, value in values.items():
+        # Layers read their parameters as nested dicts, and files name them with dots.
         *path, last = name.split(".")
         inner = result
         for word in path:
@@ -171,6 +192,7 @@ class Unit:
     index: int
     start: int
     stop: int
+    # A layer is never cut, so that a range of layers says which are computed with the unit.
     first_layer: int
     last_layer: int
 
@@ -208,6 +230,7 @@ class Piece:
     unit: Unit
     start: int
     stop: int
+    # Kept, because the sum of the pieces before it would be made anew for each access.
     offset: int
 
     @property
@@ -246,6 +269,7 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
     """
     if minimum_size < 1:
         raise ValueError(f"the minimum size of a unit must be 1 or more, got {minimum_size}")
+    # Refused here, because a store without units would fail only in a collective.
     total = sum(layer_sizes)
     if total == 0:
         raise ValueError("the model has no parameters")
@@ -267,12 +291,14 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
 
 def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Piece, ...]:
     """Return the piece of each unit that ``rank`` owns: its `ShardLayout` range of the unit."""
+    # By unit and not by the whole vector, so that a gathered unit needs no other one.
     pieces = []
     offset = 0
     for unit in units:
         # Each unit is cut separately, so that it can be gathered without the others.
         mine = ShardLayout(unit.length, world_size).slice(rank)
         pieces.append(Piece(unit, unit.start + mine.start, unit.start + mine.stop, offset))
+        # All pieces end to end are the shard: one allocation, and one range for rules.
         offset += mine.stop - mine.start
     return tuple(pieces)
 
@@ -289,6 +315,7 @@ def pieces_within(pieces: Sequence[Piece], ranges: Sequence[tuple[int, int]]) ->
     >>> [(p.start, p.stop, p.offset) for p in parts]
     [(2, 5, 0), (5, 7, 3), (9, 10, 5)]
     """
+    # Each piece with all ranges: there are few of both, and a sweep would need two cursors.
     found = []
     offset = 0
     for piece in pieces:
@@ -304,22 +331,23 @@ def reproducing_worlds(leaves: int) -> list[int]:
     """Return the numbers of ranks that get the same bits with ``gradient_leaves=leaves``.
 
     They are 1 to 8 and the powers of two above, up to ``leaves``. To cover all numbers up to
-    ``leaves`` would need about ``leaves`` squared cells.
+    ``leaves`` would need about ``leaves`` squared common pieces.
 
     Examples
     --------
     >>> reproducing_worlds(4), reproducing_worlds(32)
     ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
     """
+    # All small worlds, because a small job may have to go on with one rank less.
     return [n for n in range(1, leaves + 1) if n <= _DENSE_WORLDS or not n & (n - 1)]
 
 
-def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
-    """Return the flat ranges ``(start, stop)`` between neighbouring cuts of a unit, in order.
+def common_pieces(unit: Unit, leaves: int) -> list[tuple[int, int]]:
+    """Return the flat ranges ``(start, stop)`` that no world cuts, in order; end to end the unit.
 
-    In each of the `reproducing_worlds` one rank owns all of a cell. Cells are needed because the
-    pieces of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7 for
-    three, and at 3, 6 and 8 for four.
+    In each of the `reproducing_worlds` one rank owns all of such a range. They are needed because
+    the pieces of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7
+    for three, and at 3, 6 and 8 for four.
 
     Parameters
     ----------
@@ -330,9 +358,10 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
 
     Examples
     --------
-    >>> cells_of(Unit(0, 100, 110, 0, 0), 4)
+    >>> common_pieces(Unit(0, 100, 110, 0, 0), 4)
     [(100, 103), (103, 104), (104, 105), (105, 106), (106, 107), (107, 108), (108, 110)]
     """
+    # Short units have equal cuts in several worlds: a set keeps each once.
     cuts = {unit.start, unit.stop}
     for world in reproducing_worlds(leaves):
         layout = ShardLayout(unit.length, world)
@@ -340,14 +369,14 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
     return list(pairwise(sorted(cuts)))
 
 
-def cut_at_cells(pieces: Sequence[Piece], leaves: int) -> tuple[Piece, ...]:
-    """Return the parts of ``pieces`` that lie in one cell each, in order.
+def cut_into_common_pieces(pieces: Sequence[Piece], leaves: int) -> tuple[Piece, ...]:
+    """Return ``pieces``, each cut into its `common_pieces`, in order.
 
-    The ``offset`` of a part is its start among ``pieces`` end to end.
+    The ``offset`` of a common piece is its start among ``pieces`` end to end.
     """
     found = []
     for piece in pieces:
-        for start, stop in cells_of(piece.unit, leaves):
+        for start, stop in common_pieces(piece.unit, leaves):
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
                 found.append(Piece(piece.unit, first, last, piece.offset + first - piece.start))

@@ -53,7 +53,10 @@ class CommunicationConformance(
 
     def run(self, backend: CommunicationBackend) -> None:
         """Call every check twice: the second call finds state that the first has left behind."""
+        # In one order on all ranks, because every check is collective.
         for name in self.names():
+            # Buffers, rings and rows are used again, so that some errors show only in a second
+            # call.
             for _ in range(2):
                 getattr(self, name)(backend)
 
@@ -64,6 +67,7 @@ class CommunicationConformance(
         assert sub is not None
         members = list(range(rank % 2, world, 2))
         assert (sub.world_size, sub.rank) == (len(members), members.index(rank))
+        # Too long for a header, so that both need several steps and can block each other.
         outer = backend.all_reduce_async(np.full(300, float(rank)))
         inner = sub.all_reduce_async(np.full(400, float(rank)))
         if sub.rank % 2:
@@ -73,6 +77,7 @@ class CommunicationConformance(
         assert outer.wait()[0] == sum(range(world))
         assert inner.wait()[0] == sum(members)
         assert sub.all_gather(np.array([rank])).tolist() == members
+        # A group of a group, in reverse order: ranks there differ from those in both other worlds.
         inside = sub.split(0, key=-sub.rank)
         assert inside is not None
         assert inside.all_gather(np.array([rank])).tolist() == members[::-1]
@@ -94,7 +99,10 @@ class CommunicationConformance(
         """Collectives on an array that a node shares give the same bits as on private arrays."""
         world, rank, nodes = backend.world_size, backend.rank, backend.nodes
         for dtype in self.dtypes:
+            # One length that fits a header and one that does not: collectives move them in
+            # different ways.
             for length in (3, 1001):
+                # A part for each rank, and one that is the common result.
                 shared = backend.allocate_shared((world + 1) * length, dtype)
                 if shared is None:
                     continue
@@ -106,6 +114,7 @@ class CommunicationConformance(
                 backend.barrier()
                 mine[...] = inputs[rank]
                 assert_same(backend.reduce_scatter(mine), total[own], "of shared memory")
+                # A reduction reads the arrays in place, and must not use them for its partial sums.
                 assert_same(mine, inputs[rank], "a reduced array in shared memory")
                 backend.all_reduce(mine, out=out)
                 assert_same(out, total, "all_reduce of shared memory")
@@ -115,6 +124,7 @@ class CommunicationConformance(
                         assert_same(
                             shared[peer * length :][:length], inputs[peer], "a peer's memory"
                         )
+                # Only the rank's own piece: all ranks of the node write the one array.
                 out[own] = 0
                 backend.barrier()
                 backend.all_gather(total[own].copy(), out=out)
@@ -126,6 +136,7 @@ class CommunicationConformance(
         """The counted bytes are those of the contract, without headers."""
         world, rank = backend.world_size, backend.rank
         others = world - 1
+        # Empty, less than one element for each rank, uneven, and beyond the size of a header.
         for length in (0, 1, world + 1, 1001):
             own = even_sizes(length, world)[rank]
             reduced = {"reduce_scatter": 8 * (length - own)}
@@ -161,12 +172,16 @@ class CommunicationConformance(
                 *backend.all_to_all([mine] * world),
             ]
             copies = [array.copy() for array in kept]
+            # After the collectives: a backend that passes references on would now change the
+            # results.
             mine[...] = -1.0
             backend.all_reduce(mine, out=np.empty(size))
             backend.all_gather(mine)
             backend.barrier()
             for array, copy in zip(kept, copies, strict=True):
                 assert_same(array, copy, "a result after later collectives")
+                # A value of this rank alone, so that memory that two ranks share shows the other's
+                # value.
                 array[...] = -2.0 - rank
             backend.barrier()
             for array in kept:
@@ -190,4 +205,5 @@ class CommunicationConformance(
                 backend.barrier()
                 assert_same(backend.all_gather(inputs[rank]), np.concatenate(inputs), "unchecked")
         finally:
+            # Also after an error: the backend belongs to the caller.
             backend.check_collectives = True

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpishard.base import Array, CollectiveMismatchError, as_count, as_flag, require_type
 from mpishard.communication import CommunicationBackend
-from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
+from mpishard.testing.fuzz_plan import SHARED_BYTES, SequenceStep, draw_plan, spoil
 from mpishard.testing.reductions import assert_same, expected_result, values
 
 Check = Callable[[Any], None]
@@ -61,10 +61,10 @@ def fuzz_sequence(
     as_count("seed", seed, least=0)
     as_count("length", length)
     mismatch = as_flag("mismatch", mismatch)
-    return _Run(backend, seed, length, mismatch=mismatch).run()
+    return _SequenceRun(backend, seed, length, mismatch=mismatch).run()
 
 
-class _Run:
+class _SequenceRun:
     """The run of one rank through a sequence."""
 
     def __init__(
@@ -77,9 +77,11 @@ class _Run:
         self._at = self._plan[0]
         # A generator of this rank alone chooses its waits, which may differ between ranks.
         self._generator = np.random.default_rng([seed, backend.rank, 1])
+        # By the plan's numbers, which are the same on all ranks; a rank has only the groups it is
+        # in.
         self._groups: dict[int, CommunicationBackend] = {0: backend}
         self._memory: dict[int, Array | None] = {}
-        self._pending: list[tuple[Step, Any, Check]] = []
+        self._pending: list[tuple[SequenceStep, Any, Check]] = []
         self._good = 0
 
     def run(self) -> int:
@@ -88,12 +90,14 @@ class _Run:
                 if step.group in self._groups:
                     self._at = step
                     self._take(step)
+                # Seldom, so that several works are under way most of the time.
                 if self._pending and self._generator.random() < 0.2:
                     self._finish_one()
                 elif self._generator.random() < 0.1:
                     self._groups[0].progress()
             while self._pending:
                 self._finish_one()
+            # In one order, because each group must be left by all of its ranks.
             for number in sorted(self._groups)[1:]:
                 self._groups[number].shutdown()
         except BaseException as error:
@@ -104,7 +108,7 @@ class _Run:
             raise
         return self._good
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: SequenceStep) -> None:
         backend = self._groups[step.group]
         spoiled = self._spoiled
         if spoiled is not None and step.number == spoiled.step.number:
@@ -131,8 +135,9 @@ class _Run:
 
     # ------------------------------------------------------------------------------- one step
 
-    def _refused(self, backend: CommunicationBackend, step: Step) -> None:
+    def _refused(self, backend: CommunicationBackend, step: SequenceStep) -> None:
         arguments, options, _ = self._arguments(backend, step)
+        # A refused call must not have written to any array that it was given.
         given = [a for a in (*arguments, *options.values()) if isinstance(a, np.ndarray)]
         before = [array.copy() for array in given]
         try:
@@ -141,13 +146,14 @@ class _Run:
             message = str(error)
         else:
             raise AssertionError("a call that does not match was not refused")
+        # The number from the rank's own record, which the message must name for every rank.
         last = backend.status.read().last_of(backend.label)
         for rank in backend.world_ranks:
             assert f"rank {rank}: collective {last}, " in message, message
         for array, copy in zip(given, before, strict=True):
             assert_same(array, copy, "an array of a call that was refused")
 
-    def _message(self, backend: CommunicationBackend, step: Step) -> None:
+    def _message(self, backend: CommunicationBackend, step: SequenceStep) -> None:
         source, target = step.root, step.target
         if backend.rank == source:
             mine = self._input(step, source)
@@ -156,6 +162,7 @@ class _Run:
                 self._pending.append((step, work, lambda _: None))
             else:
                 backend.send(mine, target, step.tag)
+                # A send copies its array, so the receiver must still get the old values.
                 mine[...] = 0
         elif backend.rank == target:
             expected = self._input(step, source)
@@ -174,17 +181,18 @@ class _Run:
         check(work.wait())
         self._good += self._at.method != "message"
 
-    # ---------------------------------------------------------------------- what goes in and out
+    # --------------------------------------------------------------------- arguments and results
 
-    def _input(self, step: Step, rank: int) -> Array:
+    def _input(self, step: SequenceStep, rank: int) -> Array:
         shape = (step.rows[rank], *step.trailing)
         array = values(step.dtype, shape, rank, 1000 * self._seed + step.number)
         if step.is_adversarial and step.dtype.kind == "f":
             with np.errstate(over="ignore"):
+                # Magnitudes so far apart that another order of the sum rounds differently.
                 array *= step.dtype.type(1e4) ** (rank - 1)
         return array
 
-    def _place(self, step: Step, array: Array, at: int) -> Array:
+    def _place(self, step: SequenceStep, array: Array, at: int) -> Array:
         """Return a copy of ``array`` at byte ``at`` of the node's memory; itself without memory."""
         memory = self._memory.get(step.group)
         if at < 0 or memory is None:
@@ -194,14 +202,15 @@ class _Run:
         return there
 
     def _arguments(
-        self, backend: CommunicationBackend, step: Step
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
+        self, backend: CommunicationBackend, step: SequenceStep
+    ) -> tuple[tuple[object, ...], dict[str, object], Check]:
         """Return the arguments and options of this rank's call, and the check of its result."""
         rank, world, method = backend.rank, backend.world_size, step.method
         inputs: list[Any] = [self._input(step, peer) for peer in range(world)]
         mine = inputs[rank].copy()
         if method == "all_to_all":
             inputs = [
+                # Another length for each pair, empty ones among them.
                 [array[(source + target) % (len(array) + 1) :] for target in range(world)]
                 for source, array in enumerate(inputs)
             ]
@@ -214,7 +223,7 @@ class _Run:
         expected = expected_result(
             method, inputs, rank, operation=step.operation, root=step.root, counts=step.counts
         )
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if method == "reduce_scatter" or (method == "scatter" and rank == step.root):
             options["counts"] = step.counts
         given = mine if method in ("all_reduce", "broadcast") else None
@@ -222,7 +231,7 @@ class _Run:
             given = self._place(step, np.zeros(expected.shape, step.dtype), step.out_at)
             options["out"] = given
 
-        def check(result: Any) -> None:
+        def check(result: object) -> None:
             assert_same(result, expected, str(step))
             assert given is None or result is given, f"{step} returned another array"
             if mine is not None and mine is not given:

@@ -11,6 +11,7 @@ from mpishard.base import DType
 from mpishard.communication import DTYPES, ReductionOperation
 from mpishard.testing.reductions import even_sizes, operations
 
+# Room for a few steps of the longest arrays; later steps of the group use private memory.
 SHARED_BYTES = 1 << 20
 """Bytes of the memory of one group, which its steps divide among themselves."""
 
@@ -22,7 +23,7 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SequenceStep:
     """One call of the ranks of one group.
 
     Parameters
@@ -107,9 +108,11 @@ class _Drawing:
     def __init__(self, seed: int, world_size: int) -> None:
         self.generator = np.random.default_rng([seed, world_size])
         self.sizes = {0: world_size}
-        self.steps: list[Step] = []
+        self.steps: list[SequenceStep] = []
         self.free: dict[int, int] = {}  # the next free byte of each group's memory
+        # Drawn once, so that some sequences only block and some have nearly everything under way.
         self.twins = self.generator.choice([0.0, 0.4, 0.9])
+        # The lengths decide how data travel: in headers, at once, or in several rounds.
         self.longest = int(self.generator.choice([6, 40, 3000, 9000]))
 
     def chance(self, probability: float) -> bool:
@@ -119,9 +122,10 @@ class _Drawing:
         return int(self.generator.integers(bound))
 
     def add(self, method: str, group: int, **values: Any) -> None:
-        self.steps.append(Step(len(self.steps), method, group, **values))
+        self.steps.append(SequenceStep(len(self.steps), method, group, **values))
 
     def split(self) -> None:
+        # Also a group that was split off earlier: in a group of a group ranks are translated twice.
         group = self.below(len(self.sizes))
         size = self.sizes[group]
         colors = [None if self.chance(0.1) else self.below(2) for _ in range(size)]
@@ -158,10 +162,12 @@ class _Drawing:
         method = _METHODS[self.below(len(_METHODS))]
         dtype = DTYPES[self.below(len(DTYPES))]
         rows = [self.below(self.longest)] * size
+        # The other collectives need the same rows on all ranks.
         if method in ("all_gather", "gather", "all_to_all") and self.chance(0.7):
             rows = [self.below(self.longest) for _ in range(size)]
+        # Only operations with a meaning, because a wrong one is refused by each rank alone.
         known = operations(dtype)
-        step = Step(
+        step = SequenceStep(
             len(self.steps),
             method,
             group,
@@ -180,12 +186,14 @@ class _Drawing:
     def _counts(self, rows: int, size: int) -> tuple[int, ...]:
         if self.chance(0.6):
             return tuple(even_sizes(rows, size))
+        # Any cuts, so that some pieces are empty.
         cuts = sorted(self.below(rows + 1) for _ in range(size - 1))
         return tuple(int(n) for n in np.diff([0, *cuts, rows]))
 
-    def _shared(self, step: Step) -> Step:
+    def _shared(self, step: SequenceStep) -> SequenceStep:
         """Return ``step`` with arrays, or a result, in the memory that its group shares."""
         row = step.dtype.itemsize * int(np.prod(step.trailing))
+        # Each array begins on a cache line, as those of an arena do.
         stride = -(-max(step.rows) * row // 64) * 64
         total = sum(step.rows) if step.method == "all_gather" else step.rows[0]
         result = -(-total * row // 64) * 64
@@ -200,12 +208,13 @@ class _Drawing:
         )
 
 
-def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
+def draw_plan(seed: int, world_size: int, length: int) -> list[SequenceStep]:
     """Return the sequence of ``seed``: ``length`` steps, and the splits and memory for them."""
     drawing = _Drawing(seed, world_size)
     splits = drawing.below(3) if drawing.chance(0.5) else 0
     shares = drawing.chance(0.5)
     for number in range(length):
+        # At fixed places, so that most steps can use the groups.
         if splits and number in (0, length // 3):
             splits -= 1
             drawing.split()
@@ -223,12 +232,13 @@ def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
 class Spoiled:
     """The wrong call of one rank of a group, in a step of the others."""
 
-    step: Step
+    step: SequenceStep
     rank: int
 
 
-def spoil(plan: list[Step], seed: int) -> Spoiled | None:
+def spoil(plan: list[SequenceStep], seed: int) -> Spoiled | None:
     """Return a step of ``plan`` made wrong on one rank; None if no step has several ranks."""
+    # A generator of its own: the plan is then the same with a mismatch and without.
     generator = np.random.default_rng([seed, len(plan), 2])
     steps = [step for step in plan if step.method in _METHODS and len(step.rows) > 1]
     if not steps:
@@ -238,8 +248,9 @@ def spoil(plan: list[Step], seed: int) -> Spoiled | None:
     wrongs = [name for name, methods in _DIFFERENCES.items() if step.method in methods]
     size, known = len(step.rows), operations(step.dtype)
     place = _METHODS.index(step.method)
+    # One row more and not fewer, because a step may have none.
     longer = tuple(n + 1 for n in step.rows)
-    plain = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
+    plain: dict[str, Any] = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
     changes: dict[str, dict[str, Any]] = {
         # Arguments that every collective takes, because the new one may be any.
         "method": plain | {

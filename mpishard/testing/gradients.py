@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mpishard.base import Array, as_amount, as_count, as_integer, require_type
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
-
-_Vector = Array
 
 # The error of a parameter with tiny derivatives is taken relative to this fraction of the model's
 # largest derivative. Otherwise the rounding of the loss would count as an error of the gradient.
@@ -46,9 +45,9 @@ class GradientMismatchError(AssertionError):
 
 def check_gradients(
     model: Any,
-    x: Any,
-    y: Any,
-    loss: Any = None,
+    x: ArrayLike,
+    y: ArrayLike,
+    loss: Callable[..., float] | None = None,
     *,
     tolerance: float | None = None,
     samples: int | None = 32,
@@ -87,13 +86,15 @@ def check_gradients(
         If there is no way to compute the loss.
     """
     evaluate = _loss_function(model, x, y, loss)
-    start: _Vector = np.array(model.get_parameters())
+    # A copy, because a model may return its own vector.
+    start: Array = np.array(model.get_parameters())
     gradient = np.array(model.compute_gradients(x, y))
     _promise(
         gradient.shape == start.shape,
         f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}",
     )
     _promise(
+        # Otherwise the numeric derivatives would be taken at another point than the gradient.
         np.array_equal(start, np.asarray(model.get_parameters())),
         "compute_gradients changed the parameters",
     )
@@ -103,7 +104,7 @@ def check_gradients(
     if entries is not None:
         ranges = {e.name: slice(e.start, e.start + e.size) for e in entries}
 
-    def at(parameters: _Vector) -> float:
+    def at(parameters: Array) -> float:
         model.set_parameters(parameters.copy())
         return evaluate()
 
@@ -113,6 +114,8 @@ def check_gradients(
             checker.add(name, start[part], gradient[part], lambda: at(start))
     finally:
         model.set_parameters(start)
+    # Central differences of float32 have few right digits: a loss with seven is divided by a small
+    # step.
     if tolerance is None:
         tolerance = 1e-6 if start.dtype == np.float64 else 3e-2
     return checker.verdict(tolerance)
@@ -120,7 +123,7 @@ def check_gradients(
 
 def check_layer_gradients(
     layer: Layer,
-    x: Any,
+    x: ArrayLike,
     *,
     seed: int = 0,
     tolerance: float = 1e-6,
@@ -171,10 +174,12 @@ def check_layer_gradients(
     x = np.array(x)
     if x.dtype.kind == "f":
         x = x.astype(np.float64)
+    # Moved away from 0 and 1, at which many wrong gradients happen to be right.
     values = perturbed_parameters(layer, generator)
     r = generator.standard_normal((len(x), *layer.output_shape(x.shape[1:])))
     dx, gradients = check_layer_promises(layer, values, x, r)
 
+    # Without ``training`` dropout does nothing, and its gradient would not be tested.
     context = Context(training=layer.is_random)
 
     def evaluate() -> float:
@@ -196,11 +201,9 @@ class _Checker:
         # A check of no elements would find every gradient right.
         self._samples = None if samples is None else as_count("samples", samples)
         self._generator = np.random.default_rng(seed)
-        self._pairs: dict[str, tuple[_Vector, _Vector]] = {}
+        self._pairs: dict[str, tuple[Array, Array]] = {}
 
-    def add(
-        self, name: str, values: _Vector, gradient: _Vector, evaluate: Callable[[], float]
-    ) -> None:
+    def add(self, name: str, values: Array, gradient: Array, evaluate: Callable[[], float]) -> None:
         """Add the differences of ``evaluate()`` when elements of ``values`` are moved in place."""
         indices = np.arange(values.size)
         if self._samples is not None and self._samples < values.size:
@@ -236,9 +239,7 @@ class _Checker:
         return errors
 
 
-def _difference(
-    values: _Vector, place: tuple[np.intp, ...], evaluate: Callable[[], float]
-) -> float:
+def _difference(values: Array, place: tuple[np.intp, ...], evaluate: Callable[[], float]) -> float:
     """Return the central difference of ``evaluate()`` with respect to one element."""
     middle = values[place]
     # The error of a central difference grows with step^2, and that of rounding with eps / step.
@@ -253,7 +254,7 @@ def _difference(
     return (high - low) / (above - below)
 
 
-def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
+def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, Array]:
     """Return first parameters moved at random, so that none is exactly 0 or 1."""
     return {
         name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
@@ -261,7 +262,9 @@ def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[s
     }
 
 
-def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]:
+def _loss_function(
+    model: Any, x: ArrayLike, y: ArrayLike, loss: Callable[..., float] | None
+) -> Callable[[], float]:
     """Return a function without arguments that computes the model's mean loss on the batch."""
     if loss is None and hasattr(model, "compute_loss_and_gradients"):
         return lambda: float(model.compute_loss_and_gradients(x, y)[0])
@@ -275,8 +278,8 @@ def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]
 
 
 def check_layer_promises(
-    layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
-) -> tuple[_Vector | None, dict[str, _Vector]]:
+    layer: Layer, values: Mapping[str, Array], x: Array, r: Array
+) -> tuple[Array | None, dict[str, Array]]:
     """Check the promises of `Layer` for one input and one gradient of the output.
 
     Input and parameters are read-only arrays, which raise if the layer writes to them.
@@ -313,10 +316,12 @@ def check_layer_promises(
         dx_half[...] = np.nan
     layer.backward_weight(pending, nested(halves))
 
+    # The first layer of a chain needs no gradient of its input and may skip its computation.
     alone = {name: np.zeros_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
     layer.backward(p, saved, r.copy(), nested(alone), needs_input_gradient=False)
 
+    # Ones and not zeros: a layer that overwrites would pass with zeros.
     added = {name: np.ones_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
     layer.backward(p, saved, r.copy(), nested(added))
@@ -342,7 +347,7 @@ def _promise(kept: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
+def _frozen(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return read-only copies."""
     copies = {name: array.copy() for name, array in arrays.items()}
     for copy in copies.values():
@@ -350,17 +355,17 @@ def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
     return copies
 
 
-def _all_of_it(array: _Vector) -> _Vector:
+def _all_of_it(array: Array) -> Array:
     return array
 
 
 def check_parallel_layer(
     layer: TensorParallelLayer,
     whole: Layer,
-    x: Any,
+    x: ArrayLike,
     *,
-    take_input: Callable[[_Vector], _Vector] = _all_of_it,
-    take_output: Callable[[_Vector], _Vector] = _all_of_it,
+    take_input: Callable[[Array], Array] = _all_of_it,
+    take_output: Callable[[Array], Array] = _all_of_it,
     seed: int = 0,
     tolerance: float = 1e-12,
 ) -> None:
@@ -403,7 +408,7 @@ def check_parallel_layer(
     x = np.array(x)
     wholes = perturbed_parameters(whole, generator)
     _check_parameters(layer, whole, wholes)
-    owns = {name: _held(layer, name, value) for name, value in wholes.items()}
+    owns = {name: _own_elements(layer, name, value) for name, value in wholes.items()}
 
     context = Context()
     y, saved = whole.forward(wholes, x, context)
@@ -411,6 +416,7 @@ def check_parallel_layer(
     gradients = {name: np.zeros_like(value) for name, value in wholes.items()}
     dx = whole.backward(wholes, saved, r.copy(), gradients)
 
+    # Copies, because a part may be a view, and layers may require contiguous arrays.
     own_x, own_r = take_input(x).copy(), take_output(r).copy()
     own_y, _ = layer.forward(owns, own_x, context)
     _compare("output", own_y, take_output(y), tolerance)
@@ -420,19 +426,19 @@ def check_parallel_layer(
         _compare("input's gradient", own_dx, take_input(dx), tolerance)
     written = _written_gradients(layer, owns, own_x, own_r)
     for name, gradient in gradients.items():
-        part = _held(layer, name, gradient)
-        _compare(f"gradient of {name}", own_gradients[name], part, tolerance)
-        _compare(f"gradient of {name}, where written,", written[name], part, tolerance)
+        expected = _own_elements(layer, name, gradient)
+        _compare(f"gradient of {name}", own_gradients[name], expected, tolerance)
+        _compare(f"gradient of {name}, where written,", written[name], expected, tolerance)
 
 
-def _held(layer: TensorParallelLayer, name: str, value: _Vector) -> _Vector:
+def _own_elements(layer: TensorParallelLayer, name: str, value: Array) -> Array:
     """Return this rank's part of the whole parameter ``value``."""
     parts = [value[tuple(slice(*r) for r in box)].reshape(-1) for box in layer.boxes(name)]
     return np.concatenate([value[:0].reshape(-1), *parts]).reshape(layer.parameters[name].shape)
 
 
 def _check_parameters(
-    layer: TensorParallelLayer, whole: Layer, wholes: Mapping[str, _Vector]
+    layer: TensorParallelLayer, whole: Layer, wholes: Mapping[str, Array]
 ) -> None:
     """Check names, first values, and that each element is held by one rank or by all."""
     if list(layer.parameters) != list(wholes) or list(layer.whole_parameters) != list(wholes):
@@ -443,8 +449,10 @@ def _check_parameters(
         spec, of_whole = layer.parameters[name], whole.parameters[name]
         first = spec.initializer(parameter_generator(1, name), spec.shape)
         expected = of_whole.initializer(parameter_generator(1, name), of_whole.shape)
-        if not np.array_equal(first, _held(layer, name, expected)):
+        if not np.array_equal(first, _own_elements(layer, name, expected)):
             raise AssertionError(f"first values of {name} are not the whole layer's")
+        # Counted over all ranks: each alone may hold right elements, and all together not every
+        # one.
         holders = np.zeros(value.shape, np.int64)
         for box in layer.boxes(name):
             holders[tuple(slice(*r) for r in box)] += 1
@@ -456,10 +464,11 @@ def _check_parameters(
 
 
 def _written_gradients(
-    layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
-) -> dict[str, _Vector]:
+    layer: Layer, values: Mapping[str, Array], x: Array, r: Array
+) -> dict[str, Array]:
     """Return the parameters' gradients, written into memory that held NaN."""
     table = ParameterTable(layer.walk_parameters())
+    # NaN, because an element that is added to instead of written then stays NaN.
     flat = np.full(table.length, math.nan)
     targets = GradientTargets(
         {entry.name: entry for entry in table.entries},
@@ -472,9 +481,10 @@ def _written_gradients(
     return {entry.name: entry.view(flat) for entry in table.entries}
 
 
-def _compare(what: str, found: _Vector, expected: _Vector, tolerance: float) -> None:
+def _compare(what: str, found: Array, expected: Array, tolerance: float) -> None:
     if found.shape != expected.shape:
         raise AssertionError(f"the {what} has shape {found.shape}, expected {expected.shape}")
+    # At least 1, so that rounding in arrays of tiny values does not count as a difference.
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
     worst = float(np.abs(found - expected).max(initial=0.0)) / scale
     if not worst <= tolerance:

@@ -38,6 +38,7 @@ def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array
         MIN: np.minimum,
         MAX: np.maximum,
     }[operation]
+    # The oracle shares no code with `TreeReducer`, so that an error there cannot hide itself.
     slots = [array.astype(wide) for array in arrays]
     stride = 1
     with np.errstate(all="ignore"):
@@ -86,7 +87,7 @@ def expected_result(
 
 def right_calls(
     backend: CommunicationBackend, array: Array, root: int = 0
-) -> dict[str, tuple[Any, ...]]:
+) -> dict[str, tuple[object, ...]]:
     """Return the arguments of a right call of each collective with ``array``, by its name."""
     rooted = array if backend.rank == root else None
     return {
@@ -117,6 +118,7 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     assert actual is not None, f"{what}: got None"
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, not {expected.dtype}"
+    # As bytes, because -0.0 equals 0.0 in a comparison of numbers.
     if actual.tobytes() != expected.tobytes():
         both_nan = np.isnan(actual) & np.isnan(expected)
         sides = [np.where(both_nan, np.zeros((), a.dtype), a) for a in (actual, expected)]
@@ -134,6 +136,7 @@ def _drawn(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int) -> 
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
     if dtype.kind in "iu":
+        # Sums may wrap in 8 bits, which gives the same bits in every order.
         return generator.integers(0, 100, shape).astype(dtype)
     real = generator.standard_normal(shape)
     if dtype.kind == "c":
@@ -156,12 +159,13 @@ def even_sizes(length: int, world_size: int) -> list[int]:
 
 def shapes(world_size: int) -> list[tuple[int, ...]]:
     """Return shapes: empty, shorter than the world, about its size, long, of several dims."""
+    # About the world size lie the lengths at which a rank has no element, or one more than others.
     lengths = sorted({0, 1, world_size - 1, world_size, world_size + 1, 1000})
     return [(n,) for n in lengths] + [(0, 3), (world_size + 2, 3), (5, 0), (7, 2, 3)]
 
 
 def assert_raises(
-    kind: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any
+    kind: type[Exception], call: Callable[..., object], *args: object, **kwargs: object
 ) -> str:
     """Return the message of the error that ``call`` raises, which must be a ``kind``."""
     try:
@@ -227,6 +231,7 @@ class ReductionChecks(CommunicationChecks):
         for dtype, shape in self._cases(world):
             inputs = [values(dtype, shape, peer, 1) for peer in range(world)]
             even = even_sizes(shape[0], world)
+            # The most uneven counts: every other rank has an empty piece.
             all_on_last = [0] * (world - 1) + [shape[0]]
             for operation in operations(dtype) if len(shape) == 1 else [SUM]:
                 what = f"reduce_scatter {operation.name} {dtype.name}{list(shape)}"
@@ -254,6 +259,8 @@ class ReductionChecks(CommunicationChecks):
             for length in (3, 3000):
                 added = np.full(length, much if rank == 0 else 1.0).astype(dtype)
                 total = np.full(length, much + world - 1.0)
+                # The first product overflows float16, and the third factor brings it back into its
+                # range.
                 factor = {0: high, 1: 2.0, 2: 0.5}.get(rank, 1.0) if world > 2 else high**rank
                 cases = [
                     (SUM, added, total),
@@ -333,6 +340,7 @@ class MovementChecks(CommunicationChecks):
     def check_broadcast(self, backend: CommunicationBackend) -> None:
         """Broadcasts from every root, to ranks that bring an array and ranks that bring None."""
         for dtype, shape in self._cases(backend.world_size):
+            # Another root for each shape, so that all ranks are roots.
             root = (len(shape) + shape[0]) % backend.world_size
             expected = values(dtype, shape, root, 3)
             for brings in (False, True):
@@ -398,6 +406,7 @@ class MovementChecks(CommunicationChecks):
         for late in range(world):
             if rank == late:
                 time.sleep(0.002)
+            # Before the barrier on the late rank, too: no rank may leave before this moment.
             came = time.monotonic()
             backend.barrier()
             went = time.monotonic()

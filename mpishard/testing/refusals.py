@@ -1,11 +1,11 @@
-"""Checks of wrong calls, which a communication backend must refuse and go on after."""
+"""Checks that a communication backend refuses wrong calls, and works afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,10 +22,10 @@ class Ask(NamedTuple):
     """A call that is not made yet: a method of a backend, and its arguments."""
 
     method: str
-    arguments: tuple[Any, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
+    arguments: tuple[object, ...] = ()
+    options: dict[str, object] = {}  # noqa: RUF012 - it is never changed
 
-    def make(self, backend: CommunicationBackend, *, twin: bool = False) -> Any:
+    def make(self, backend: CommunicationBackend, *, twin: bool = False) -> object:
         """Call the method, or issue its twin and wait; return the result."""
         if twin and self.method not in _WITHOUT_TWIN:
             work = getattr(backend, f"{self.method}_async")(*self.arguments, **self.options)
@@ -65,6 +65,7 @@ class Arguments:
             nbytes = int(np.prod(shape)) * wanted.itemsize
             part = self._memory[self._used : self._used + nbytes]
             array = part.view(wanted).reshape(shape)
+            # Each array on a cache line, which also aligns it for every dtype.
             self._used += -(-nbytes // 64) * 64
         array[...] = 1
         self._made.append(array)
@@ -233,6 +234,7 @@ def refusal(
         assert " at " in line, f"{what}: a call site is missing: {line}"
     own = f", {ask.method}("
     assert own in lines[backend.rank], f"{what}: {own} of rank {backend.rank} is not {lines}"
+    # Compared between ranks: each must raise the same words, whichever rank was wrong.
     text = np.frombuffer(message.encode(), np.uint8)
     for rank, other in enumerate(np.split(backend.all_gather(text), backend.world_size)):
         assert other.tobytes() == text.tobytes(), (
@@ -242,7 +244,7 @@ def refusal(
     return message
 
 
-Refusal = tuple[type[Exception], Callable[[], Any]]
+Refusal = tuple[type[Exception], Callable[[], object]]
 
 
 class RefusalChecks(CommunicationChecks):
@@ -286,6 +288,7 @@ class RefusalChecks(CommunicationChecks):
         # Right calls beside refused ones.
         last = rank == world - 1
         short = backend.all_reduce_async(np.ones(2 if last else 3))
+        # Issued before the refused one is waited for: a refusal must not disturb its neighbours.
         good = backend.all_reduce_async(np.ones(700))
         assert_same(good.wait(), np.full(700, float(world)), "a work behind a refused one")
         assert_raises(CollectiveMismatchError, short.wait)
@@ -298,6 +301,7 @@ class RefusalChecks(CommunicationChecks):
 def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
     """Yield calls of each collective and its twin with arrays that none of them takes."""
     world, root = backend.world_size, backend.rank
+    # One dim more than a header has room for.
     dims = np.ones((1,) * 9)
     bad = [
         (TypeError, [1.0, 2.0]),
@@ -312,7 +316,7 @@ def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
         (ValueError, dims),
     ]
 
-    def calls(name: str, kind: type[Exception], *arguments: Any) -> Iterator[Refusal]:
+    def calls(name: str, kind: type[Exception], *arguments: object) -> Iterator[Refusal]:
         for method in (getattr(backend, name), getattr(backend, f"{name}_async")):
             yield kind, partial(method, *arguments)
 
@@ -337,7 +341,7 @@ def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
     ok, fixed = np.zeros(3), np.zeros(3)
     fixed.flags.writeable = False
     rows = np.ones((world, 3))
-    calls: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+    calls: list[tuple[type[Exception], str, tuple[object, ...], dict[str, object]]] = [
         (ValueError, "all_reduce", (fixed,), {}),
         (ValueError, "all_reduce", (np.float64(1),), {}),
         (ValueError, "all_reduce", (ok,), {"out": fixed}),

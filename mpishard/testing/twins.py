@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -34,6 +33,7 @@ class TwinChecks(CommunicationChecks):
         dtype = np.dtype(np.float64)
         lengths = [5, 3000, 1, 0, 2000, 7, 1000]
         arrays = [[values(dtype, n, p, k) for p in range(world)] for k, n in enumerate(lengths)]
+        # All are issued before the first wait, in one order; only the waits differ between ranks.
         works = []
         for k, inputs in enumerate(arrays):
             for name, arguments in right_calls(backend, inputs[rank], k % world).items():
@@ -46,6 +46,7 @@ class TwinChecks(CommunicationChecks):
             expected = expected_result(kind, given, rank, root=k % world)
             assert_same(result, expected, f"{kind}_async [{lengths[k]}]")
             assert work.done
+            # A second wait must neither repeat the collective nor copy the result.
             assert work.wait() is result
         # A blocking call completes although an earlier twin has not been waited for.
         pending = backend.all_reduce_async(np.full(500, 1.0))
@@ -61,6 +62,7 @@ class TwinChecks(CommunicationChecks):
                 both = (short, long)
                 blocking = [getattr(backend, name)(*arguments()) for arguments in both]
                 works = [getattr(backend, f"{name}_async")(*arguments()) for arguments in both]
+                # Odd ranks wait in the order of issue, even ones in reverse.
                 for number in (0, 1) if backend.rank % 2 else (1, 0):
                     what = f"{name}_async {dtype.name}{list(shapes[number])}"
                     assert_same(works[number].wait(), blocking[number], what)
@@ -68,7 +70,7 @@ class TwinChecks(CommunicationChecks):
     @staticmethod
     def _calls(
         backend: CommunicationBackend, dtype: DType, shape: tuple[int, ...]
-    ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
+    ) -> Iterator[tuple[str, Callable[[], tuple[object, ...]]]]:
         """Yield the collectives, each with a function that makes the arguments of one call."""
         world, rank = backend.world_size, backend.rank
         mine = values(dtype, shape, rank, 9)
@@ -118,6 +120,8 @@ class TwinChecks(CommunicationChecks):
             assert backend.barrier_async().wait() is None
             return
         if rank != world - 1:
+            # The other ranks wait for a message of the last one, so that it is alone at the
+            # barrier.
             backend.receive(world - 1, 1, tag=9)
             work = backend.barrier_async()
         else:
@@ -130,7 +134,7 @@ class TwinChecks(CommunicationChecks):
         assert work.done
 
 
-def _copied(array: Array, operation: ReductionOperation) -> tuple[Any, ...]:
+def _copied(array: Array, operation: ReductionOperation) -> tuple[object, ...]:
     return array.copy(), operation
 
 
@@ -192,6 +196,8 @@ class TransferChecks(CommunicationChecks):
                         going.append((mine, backend.send_async(mine, right, tag)))
             order = np.random.default_rng(rank).permutation(len(coming))
             keys = [list(coming)[index] for index in order]
+            # In random order: receives take messages in the order of issue, whatever the order of
+            # waits.
             got = {key: coming[key].wait() for key in keys}
             for sent, work in going:
                 work.wait()

@@ -15,7 +15,7 @@ from mpishard.base import as_count
 from mpishard.communication import run_in_threads
 
 
-def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def in_worlds(*sizes: int) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Run a test on every rank of worlds of these sizes.
 
     Plain ``pytest`` runs the body on thread-ranks, once for each size. Under
@@ -37,7 +37,8 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     for size in sizes:
         as_count("a world size", size)
 
-    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(body: Callable[..., object]) -> Callable[..., object]:
+        # pytest reads the signature to find fixtures, so the test must have the body's parameters.
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = inspect.signature(body).parameters
         wanted = [p.replace(kind=keyword) for n, p in parameters.items() if n != "backend"]
@@ -48,7 +49,7 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         ]
 
         @functools.wraps(body)
-        def test(*, request: Any, world_size: int, **arguments: Any) -> None:
+        def test(*, request: Any, world_size: int, **arguments: object) -> None:
             asked = {"request": request, "world_size": world_size}
             arguments.update({name: asked[name] for name in asked.keys() & parameters.keys()})
             if request.config.getoption("with_mpi", default=False):

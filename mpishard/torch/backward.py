@@ -24,7 +24,7 @@ from mpishard.sharding import ParameterEntry, Piece
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
-from mpishard.torch.parameters import Part
+from mpishard.torch.parameters import OwnedParameter
 
 
 class BackwardPasses:
@@ -44,7 +44,7 @@ class BackwardPasses:
         Store that holds and reduces the gradients.
     entries : tuple of ParameterEntry
         Entries of the flat vector.
-    parts : sequence of Part
+    parts : sequence of OwnedParameter
         The trained parameters.
     buffers : Buffers
         Buffers that are sent to all ranks after a pass that has changed them.
@@ -63,7 +63,7 @@ class BackwardPasses:
         self,
         gradients: GradientStore,
         entries: tuple[ParameterEntry, ...],
-        parts: Sequence[Part],
+        parts: Sequence[OwnedParameter],
         buffers: Buffers,
         gathered: GatheredUnits | None,
     ) -> None:
@@ -84,7 +84,7 @@ class BackwardPasses:
         self._ending: Callable[[], object] = lambda: None
         self._views: dict[int, torch.Tensor] = {}
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
-        self._assigned: list[tuple[Part, torch.Tensor]] = []
+        self._assigned: list[tuple[OwnedParameter, torch.Tensor]] = []
         self._training = training_of(self._backend)
         # One flag for each part that has a gradient, and a last one for changed buffers.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
@@ -176,7 +176,7 @@ class BackwardPasses:
             )
         if self._gradients.sends_now:
             try:
-                self._gradients.settle()
+                self._gradients.await_reductions()
                 # Ranks that reduced other units, or did not raise, call another collective here,
                 # which is detected. After this barrier no rank reads another's gradients.
                 self._backend.barrier(subject=self._layout.subject)
@@ -204,7 +204,7 @@ class BackwardPasses:
         assert self._arrivals is not None
         self._arrivals.finish()
         self._arrivals = None
-        self._gradients.settle()
+        self._gradients.await_reductions()
         self._has_local = not self.syncs
         self._is_reduced = self.syncs
         if self.syncs:
@@ -228,7 +228,7 @@ class BackwardPasses:
             self._training.end_backward(of_loaders)
         self.part_of_step.close()
 
-    def _view(self, part: Part) -> torch.Tensor:
+    def _view(self, part: OwnedParameter) -> torch.Tensor:
         """Return the gradient of a part, as a tensor in the store's memory."""
         if self._has_local and not isinstance(self._gradients, ReplicatedGradients):
             unit = part.unit

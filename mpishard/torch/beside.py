@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.base import Document, Metadata
 from mpishard.torch.buffers import write
 from mpishard.torch.placed import PlacedModule
 
@@ -24,7 +25,7 @@ _SHOWN = 60  # Maximum number of characters of a value in a message.
 # ---------------------------------------------------------------------------------- plain values
 
 
-def to_text(values: Mapping[str, Any]) -> str:
+def to_text(values: Mapping[str, object]) -> str:
     """Return tensors and plain values as text for a checkpoint's metadata.
 
     Values are plain if PyTorch reads them without running code from the file. NumPy's scalars and
@@ -38,7 +39,7 @@ def to_text(values: Mapping[str, Any]) -> str:
     return base64.b64encode(_dumped({k: _plain(v, k) for k, v in values.items()})).decode()
 
 
-def from_text(text: str) -> dict[str, Any]:
+def from_text(text: str) -> Document:
     """Return the values of `to_text`, in their types.
 
     Raises
@@ -47,13 +48,13 @@ def from_text(text: str) -> dict[str, Any]:
         If the text cannot be read.
     """
     try:
-        values: dict[str, Any] = _restored(_loaded(base64.b64decode(text)))
+        values: Document = _restored(_loaded(base64.b64decode(text)))
     except Exception as error:
         raise ValueError(f"PyTorch cannot read its values ({type(error).__name__})") from error
     return values
 
 
-def beside_in(text: str) -> dict[str, Any]:
+def beside_in(text: str) -> Document:
     """Return the values in a checkpoint's text, also in the form of earlier releases.
 
     These had the tensors of a module as "buffers", and other names for parts of an optimizer.
@@ -72,7 +73,7 @@ def beside_in(text: str) -> dict[str, Any]:
     return values
 
 
-def _dumped(value: Any) -> bytes:
+def _dumped(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -106,7 +107,7 @@ def _plain(value: Any, place: str) -> Any:
     return _key(value, place)
 
 
-def _key(value: Any, place: str) -> Any:
+def _key(value: object, place: str) -> Any:
     """Return a plain value for one that a set or the keys of a dict may hold."""
     if type(value) is set:
         return {_key(item, place) for item in value}
@@ -118,7 +119,7 @@ def _key(value: Any, place: str) -> Any:
     return plain
 
 
-def _refusal(value: Any, place: str) -> TypeError:
+def _refusal(value: object, place: str) -> TypeError:
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
     return TypeError(
@@ -143,7 +144,7 @@ def _restored(value: Any) -> Any:
 # -------------------------------------------------------------------------------- state of modules
 
 
-def saved_state(placed: PlacedModule) -> dict[str, Any]:
+def saved_state(placed: PlacedModule) -> Document:
     """Return all that the ``state_dict()`` of a module has beside the parameters in the vector.
 
     These are buffers, parameters outside of the vector, extra state, and the values of modules that
@@ -166,7 +167,7 @@ def saved_state(placed: PlacedModule) -> dict[str, Any]:
     return {"state_dict": values, "versions": versions} if values else {}
 
 
-def check_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
+def check_state(placed: PlacedModule, saved: Metadata) -> None:
     """Refuse values that this module does not have.
 
     Raises
@@ -187,7 +188,7 @@ def check_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
             )
 
 
-def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
+def take_state(placed: PlacedModule, saved: Metadata) -> None:
     """Give the values of `saved_state` to the module, which may have more.
 
     Raises
@@ -210,7 +211,7 @@ def take_state(placed: PlacedModule, saved: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def errors_of_loading(loaded: Any) -> Iterator[None]:
+def errors_of_loading(loaded: object) -> Iterator[None]:
     """Convert errors of a user's ``load_state_dict()`` to a ValueError that names the class."""
     try:
         yield

@@ -35,7 +35,7 @@ class Buffers:
         self._parameters = {name: others[name] for name in sorted(others)}
         self._known = self._checksum()
 
-    def deal(self, backend: CommunicationBackend) -> None:
+    def distribute(self, backend: CommunicationBackend) -> None:
         """Send all tensors of rank 0 to every rank. Collective.
 
         Raises
@@ -105,7 +105,7 @@ class Buffers:
         _send([*self._present().values()], backend)
         self._known = self._checksum()
 
-    def settle(self, backend: CommunicationBackend) -> bool:
+    def share_changed_state(self, backend: CommunicationBackend) -> bool:
         """Send the buffers of rank 0 to every rank if any rank's have changed. Collective.
 
         Returns

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpishard import checkpoint
-from mpishard.base import Array, DType, as_integer, settings
+from mpishard.base import Array, Document, DType, Metadata, as_integer, settings
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.beside import (
@@ -26,11 +26,11 @@ from mpishard.torch.beside import (
 )
 from mpishard.torch.optimizer import (
     is_elementwise,
-    numbered_parts,
-    parts_of,
+    numbered_parameters,
+    owned_parameters,
     states_of_numbers,
 )
-from mpishard.torch.parameters import Part
+from mpishard.torch.parameters import OwnedParameter
 from mpishard.torch.sharded import ShardedModule, module_of
 
 _BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's metadata.
@@ -43,7 +43,7 @@ def save(
     scheduler: Any = None,
     *,
     step: int = 0,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Save a sharded model, with its optimizer and scheduler. Collective.
 
@@ -95,7 +95,7 @@ def load(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
-) -> dict[str, Any]:
+) -> Document:
     """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
 
     If it raises, nothing has changed on any rank, unless a disk fails between two reads. To find
@@ -160,14 +160,14 @@ class _ModelView:
         return self._regions(self._owner.layout.pieces())
 
     def arrays_to_read(self) -> checkpoint.Pieces:
-        return self._regions(self._owner.parameters.held)
+        return self._regions(self._owner.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Any]) -> checkpoint.Pieces:
         owned = self._owner.parameters.owned(pieces)
         parts = [(piece.start, values) for piece, values in zip(pieces, owned, strict=True)]
         return {"parameters": self._owner.placement.cut(parts)}
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         owner = self._owner
         beside = {"model": saved_state(owner.placed)}
         if self._optimizer is not None:
@@ -181,7 +181,7 @@ class _ModelView:
             _BESIDE: to_text(beside) if owner.backend.rank == 0 else "",
         }
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Metadata) -> None:
         """Load the state beside arrays and undo it, so that errors come before any change."""
         if _BESIDE not in metadata:
             raise ValueError(
@@ -200,13 +200,13 @@ class _ModelView:
                 undone.enter_context(_scheduler_unchanged(self._scheduler))
             self._take(beside)
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()
         self._take(beside_in(metadata[_BESIDE]))
 
-    def _take(self, beside: Mapping[str, Any]) -> None:
+    def _take(self, beside: Metadata) -> None:
         take_state(self._owner.placed, beside["model"])
         if self._optimizer is not None:
             self._optimizer.take(beside["optimizer"])
@@ -216,7 +216,7 @@ class _ModelView:
 
 
 @contextmanager
-def _attributes_unchanged(changed: Any) -> Iterator[None]:
+def _attributes_unchanged(changed: object) -> Iterator[None]:
     """Undo, after the ``with`` statement, assignments to attributes."""
     before = dict(vars(changed))
     try:
@@ -249,11 +249,13 @@ class _OptimizerView:
     def __init__(self, owner: ShardedModule, optimizer: torch.optim.Optimizer) -> None:
         self._owner = owner
         self.optimizer = optimizer
-        parts = parts_of(optimizer)
+        parts = owned_parameters(optimizer)
         rule = getattr(optimizer, "rule", None)
         name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
         self._prefix = f"optimizer/{name}/"
-        self._parts: list[Part] = [part for _, part in numbered_parts(parts, optimizer)]
+        self._parts: list[OwnedParameter] = [
+            part for _, part in numbered_parameters(parts, optimizer)
+        ]
         strange = [part.entry.name for part in self._parts if part.owner is not owner]
         if strange:
             raise ValueError(
@@ -266,10 +268,10 @@ class _OptimizerView:
     def checkpoint_view(self, model: torch.nn.Module) -> Any:
         return self
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         return {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Do nothing, because the model's view restores the optimizer by `take`."""
 
     def arrays_to_write(self) -> checkpoint.Pieces:
@@ -324,7 +326,7 @@ class _OptimizerView:
             for key, values in self._read.items()
         }
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """Return the groups, with names of parameters, and the states that are not arrays."""
         rest = {
             part.entry.name: {
@@ -339,14 +341,14 @@ class _OptimizerView:
         }
         return {"param_groups": self._groups(), "state": rest}
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Document]:
         parts = iter(self._parts)
         return [
             {**group, "params": [next(parts).entry.name for _ in group["params"]]}
             for group in self.optimizer.param_groups
         ]
 
-    def take(self, settings: Mapping[str, Any]) -> None:
+    def take(self, settings: Metadata) -> None:
         """Load the arrays that were read, and ``settings``, into the optimizer."""
         saved = [group["params"] for group in settings["param_groups"]]
         here = [group["params"] for group in self._groups()]

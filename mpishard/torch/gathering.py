@@ -117,7 +117,7 @@ class GatheredUnits:
         memory.owner = storage
         full = np.frombuffer(memory, layout.dtype)
         layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
-        (own,) = self._store.owned([self._store.held[unit]])
+        (own,) = self._store.owned([self._store.local_pieces[unit]])
         subject = layout.subjects[unit]
         gather = layout.backend.all_gather_async(own, out=full, subject=subject)
         self._coming = unit, full, gather
@@ -174,7 +174,7 @@ class GatheredUnits:
 
     def _let_go(self, units: Iterable[int]) -> None:
         for unit in units:
-            full, held = self._resident.pop(unit), self._store.held[unit]
+            full, held = self._resident.pop(unit), self._store.local_pieces[unit]
             # User code may have changed the full tensor, alike on every rank: for instance an
             # initialisation. This rank's piece takes the change.
             (own,) = self._store.owned([held])
@@ -258,14 +258,14 @@ def _follow(
 
 
 @called_as("backward()")
-def _before_backward(uses: Sequence[Callable[..., None]], _gradients: Any) -> None:
+def _before_backward(uses: Sequence[Callable[..., None]], _gradients: object) -> None:
     """Gather units before autograd differentiates an operation that used them. Collective."""
     for use in uses:
         use(is_training=True)
 
 
 def give_whole_tensors(
-    _module: torch.nn.Module, state: StateDict, prefix: str, _metadata: Any
+    _module: torch.nn.Module, state: StateDict, prefix: str, _metadata: object
 ) -> None:
     """Replace the views in a ``state_dict()``, whose memory is freed later, by copies. Collective.
 

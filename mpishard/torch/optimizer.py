@@ -24,17 +24,22 @@ from mpishard.observe import span
 from mpishard.optimizers import (
     Constant,
     Optimizer,
-    OwnedRange,
+    PieceViews,
     Segment,
     UpdateContext,
     count_missed,
     missed_by,
 )
-from mpishard.torch.parameters import GradientPiece, Part, PlacedParameter, StateDict
-from mpishard.torch.sharded import ShardedModule, module_of, part_of
+from mpishard.torch.parameters import (
+    GradientPiece,
+    OwnedParameter,
+    PlacedParameter,
+    StateDict,
+)
+from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
 
-def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
+def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
     """Return the p-norm of the gradients over all parts and ranks. Collective."""
     is_largest = math.isinf(order)
     add = max if is_largest else operator.add
@@ -106,7 +111,7 @@ def clip_grad_norm_(
         parts = module_of(parameters).parts
     else:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        parts = [part_of(parameter) for parameter in given if parameter.requires_grad]
+        parts = [owned_parameter(parameter) for parameter in given if parameter.requires_grad]
     owners = list(dict.fromkeys(part.owner for part in parts))
     for owner in owners:
         owner.require_reduced("clip_grad_norm_()")
@@ -139,7 +144,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Tensors of parts, or one group of them.
     rule : Optimizer
         Rule of `mpishard.optimizers`.
-    parts : mapping of int to Part
+    parts : mapping of int to OwnedParameter
         The parts, by the id of their tensors.
 
     Raises
@@ -150,7 +155,9 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         If the rule searches along a line.
     """
 
-    def __init__(self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, Part]) -> None:
+    def __init__(
+        self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, OwnedParameter]
+    ) -> None:
         if rule.searches:
             raise TypeError(
                 f"{type(rule).__name__} computes the loss several times a step; loops of PyTorch "
@@ -210,12 +217,12 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         count_missed(unused, group["numbers"])
         group["steps"] += 1
 
-    def _range(self, part: Part) -> OwnedRange:
+    def _range(self, part: OwnedParameter) -> PieceViews:
         state = self.state[part.tensor]
         for name in self.rule.needed_state():
             if name not in state:
                 state[name] = torch.zeros_like(part.tensor)
-        return OwnedRange(
+        return PieceViews(
             _flat(part.tensor),
             _flat(part.tensor.grad),
             {name: _flat(vector) for name, vector in state.items()},
@@ -283,7 +290,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
                 f"the steps of {kind.__name__} need a closure, which computes the loss several "
                 "times a step; sharded models take optimizers that update once after a backward()"
             )
-    parts: dict[int, Part] = {}
+    parts: dict[int, OwnedParameter] = {}
     groups = _groups(parameters, parts)
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
     if not owners:
@@ -321,7 +328,7 @@ def _add_group(
     param_group: StateDict,
 ) -> None:
     """Add a group of parameters of sharded models to the optimizer ``made``."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, OwnedParameter] = {}
     (group,) = _groups([param_group], parts)
     everyone = list(dict.fromkeys([*owners, *(part.owner for part in parts.values())]))
     if not isinstance(made, RuleOptimizer):  # Rules update ranges of parameters correctly.
@@ -331,7 +338,7 @@ def _add_group(
     owners[:] = everyone
 
 
-def parts_of(made: torch.optim.Optimizer) -> dict[int, Part]:
+def owned_parameters(made: torch.optim.Optimizer) -> dict[int, OwnedParameter]:
     """Return the parts that an optimizer updates, by the id of their tensors.
 
     Raises
@@ -339,7 +346,7 @@ def parts_of(made: torch.optim.Optimizer) -> dict[int, Part]:
     TypeError
         If `optimizer` has not made the optimizer.
     """
-    parts: dict[int, Part] | None = getattr(made, "_mpishard_parts", None)
+    parts: dict[int, OwnedParameter] | None = getattr(made, "_mpishard_parts", None)
     if parts is None:
         raise TypeError(
             f"{type(made).__name__} is not an optimizer of a sharded model; "
@@ -348,13 +355,13 @@ def parts_of(made: torch.optim.Optimizer) -> dict[int, Part]:
     return parts
 
 
-def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
+def _groups(parameters: Any, parts: dict[int, OwnedParameter]) -> list[Any]:
     """Return the groups with tensors of this rank's parts, and add the parts to ``parts``."""
 
     def own(parameter: torch.Tensor) -> Any:
         if isinstance(parameter, tuple):  # A (name, parameter) of named_parameters().
             return parameter[0], own(parameter[1])
-        part = part_of(parameter)
+        part = owned_parameter(parameter)
         parts[id(part.tensor)] = part
         return part.tensor
 
@@ -473,7 +480,7 @@ def _before_step(
 
 def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
     """Return a checksum of the parameters in each group, in their order."""
-    parts = [part for _, part in numbered_parts(made._mpishard_parts, made)]
+    parts = [part for _, part in numbered_parameters(made._mpishard_parts, made)]
     lengths = [len(group["params"]) for group in made.param_groups]
     numbers = [(part.owner.layout.subject, part.index) for part in parts]
     return zlib.crc32(repr((lengths, numbers)).encode())
@@ -485,7 +492,7 @@ def _refuse_other_parameters(
     """Refuse parameters that differ between ranks, by the ranks' checksums. Collective then."""
     if (checksums == checksums[0]).all():
         return
-    parts = iter(numbered_parts(made._mpishard_parts, made))
+    parts = iter(numbered_parameters(made._mpishard_parts, made))
     names = {
         f"parameter {place} of group {number}": next(parts)[1].entry.name
         for number, group in enumerate(made.param_groups)
@@ -506,14 +513,14 @@ def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: An
     record("parameters", made)
 
 
-def _refuse_others(made: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_others(made: torch.optim.Optimizer, *_: object) -> None:
     """Refuse, before a step of any optimizer, to update parameters that other ranks own."""
     if hasattr(made, "_mpishard_parts"):
         return
     for group in made.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, PlacedParameter):
-                parameter._part.refuse_optimizer(type(made).__name__)
+                parameter._stored.refuse_optimizer(type(made).__name__)
 
 
 register_optimizer_step_pre_hook(_refuse_others)
@@ -549,9 +556,9 @@ def record(kind: str, made: torch.optim.Optimizer) -> None:
         raise SystemExit(0)
 
 
-def numbered_parts(
-    parts: Mapping[int, Part], made: torch.optim.Optimizer
-) -> Iterator[tuple[int, Part]]:
+def numbered_parameters(
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer
+) -> Iterator[tuple[int, OwnedParameter]]:
     """Yield each parameter's number in a state dict of an optimizer, and its part."""
     tensors = (tensor for group in made.param_groups for tensor in group["params"])
     for number, tensor in enumerate(tensors):
@@ -564,7 +571,7 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
     Other states, such as a count of steps, may have the shape () as well. The names are therefore
     found by a trial step with a vector. If no parameter has the shape (), the set is empty.
     """
-    if all(part.entry.shape for part in parts_of(made).values()):
+    if all(part.entry.shape for part in owned_parameters(made).values()):
         return frozenset()
     if isinstance(made, RuleOptimizer):
         return frozenset(made.rule.needed_state())
@@ -580,7 +587,7 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
+def is_elementwise(key: str, value: object, shape: object, of_numbers: Collection[str]) -> bool:
     """Return True if a state has a value for each element of a tensor of ``shape``.
 
     ``of_numbers`` has the names that `states_of_numbers` returns.
@@ -591,14 +598,14 @@ def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]
 
 
 def _changed_states(
-    parts: Mapping[int, Part],
+    parts: Mapping[int, OwnedParameter],
     made: torch.optim.Optimizer,
     state_dict: StateDict,
-    change: Callable[[Part, str, Any], Any],
+    change: Callable[[OwnedParameter, str, Any], Any],
 ) -> dict[str, Any]:
     """Return the state dict with ``change(part, key, value)`` in place of each state."""
     state = dict(state_dict["state"])
-    for number, part in numbered_parts(parts, made):
+    for number, part in numbered_parameters(parts, made):
         if number in state:
             state[number] = {key: change(part, key, v) for key, v in state[number].items()}
     return {**state_dict, "state": state}
@@ -606,7 +613,7 @@ def _changed_states(
 
 @called_as("optimizer.state_dict()")
 def gather_states(
-    parts: Mapping[int, Part], made: torch.optim.Optimizer, state_dict: StateDict
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
 ) -> Any:
     """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
     owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
@@ -615,7 +622,7 @@ def gather_states(
         everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
         _refuse_other_parameters(everyone, made, owner.backend)
 
-    def whole(part: Part, key: str, value: Any) -> Any:
+    def whole(part: OwnedParameter, key: str, value: Any) -> Any:
         if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):
             return value
         owner = part.owner
@@ -628,14 +635,14 @@ def gather_states(
 
 
 def slice_states(
-    parts: Mapping[int, Part], made: torch.optim.Optimizer, state_dict: StateDict
+    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
 ) -> Any:
     """Return a state dict with this rank's parts, from one with whole states."""
     if made._mpishard_is_divided:  # Each rank has read only its parts from a checkpoint.
         return state_dict
     of_numbers = states_of_numbers(made)
 
-    def own(part: Part, key: str, value: Any) -> Any:
+    def own(part: OwnedParameter, key: str, value: Any) -> Any:
         if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
             value = value.reshape(-1)[part.in_parameter]
         # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.

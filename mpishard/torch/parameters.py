@@ -33,7 +33,7 @@ class Uncopied:
         return type(None), ()
 
 
-class Place:
+class StoredParameter:
     """A parameter of a module, and the store whose memory it has.
 
     Parameters
@@ -144,7 +144,7 @@ class Place:
         )
 
 
-class Part(Place):
+class OwnedParameter(StoredParameter):
     """A user's parameter, and the part of it that this rank updates.
 
     Parameters
@@ -152,7 +152,7 @@ class Part(Place):
     owner : ShardedModule
         Module of the parameter.
     index, entry, unit, parameter
-        As in `Place`.
+        As in `StoredParameter`.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class ChangedOnce:
     Every rank calls the method, such as ``mul_``, and the tensor is changed once.
     """
 
-    _part: Place
+    _stored: StoredParameter
 
 
 # Methods that change more than a tensor's values.
@@ -243,7 +243,7 @@ def _once(name: str) -> Callable[..., Any]:
     @called_as("a change of a parameter in place")
     @functools.wraps(method)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._part.change(self, method, args, kwargs)
+        return self._stored.change(self, method, args, kwargs)
 
     return change
 
@@ -259,7 +259,7 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
     """The ``.data`` of a parameter, or a view of it; copies are plain tensors."""
 
     @classmethod
-    def of(cls, part: Place, tensor: torch.Tensor) -> Any:
+    def of(cls, part: StoredParameter, tensor: torch.Tensor) -> Any:
         """Return a plain tensor in the parameter's memory as one of this class, others as given."""
         # A graph has plain tensors, whether it is made with gradients or without.
         makes_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -268,7 +268,7 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         has_memory = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
         if has_memory and _memory_of(tensor) == _memory_of(part.parameter):
             tensor = tensor.as_subclass(cls)
-            tensor._part = part
+            tensor._stored = part
         return tensor
 
     @classmethod
@@ -279,13 +279,13 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
             result = function(*args, **(kwargs or {}))
             if not args or not isinstance(args[0], cls):
                 return result
-            return tree_map_only(torch.Tensor, functools.partial(cls.of, args[0]._part), result)
+            return tree_map_only(torch.Tensor, functools.partial(cls.of, args[0]._stored), result)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         copied = memo[id(self)] = self.detach().clone()
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         values = self.detach().as_subclass(torch.Tensor).contiguous()
         # Memory of its own length, because all memory of a tensor is saved, and without a copy of
         # the values, because `torch.save` would keep all copies to its end.
@@ -314,7 +314,7 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
         # PyTorch's compiler looks at the type, which has to be one that it knows.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not caller.startswith("torch."):
-            return SharedValues.of(self._part, values)
+            return SharedValues.of(self._stored, values)
         return values
 
     @data.setter
@@ -326,12 +326,12 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
             self.data.copy_(values.detach())
 
     def detach(self) -> torch.Tensor:  # `state_dict` calls it.
-        return SharedValues.of(self._part, super().detach())
+        return SharedValues.of(self._stored, super().detach())
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         values = super().__getitem__(key)
         # With gradients PyTorch refuses a change of it.
-        return values if torch.is_grad_enabled() else SharedValues.of(self._part, values)
+        return values if torch.is_grad_enabled() else SharedValues.of(self._stored, values)
 
     # Copies and pickles are plain parameters of PyTorch. A view would be saved with all of its
     # memory, which is a whole unit.
@@ -340,7 +340,7 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
         copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
 
@@ -352,14 +352,14 @@ class SharedParameter(PlacedParameter):
     whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
     """
 
-    _part: Part
+    _stored: OwnedParameter
 
     @property
     def grad(self) -> Any:
         # torch.compile and torch.export copy gradients, and expect the parameter's shape.
         if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
             return None
-        part = self._part
+        part = self._stored
         gradient = part.tensor.grad
         if gradient is None or not part.owner.shards_state:
             return gradient
@@ -367,7 +367,7 @@ class SharedParameter(PlacedParameter):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        part = self._part
+        part = self._stored
         if value is not None and value.shape != part.tensor.shape:
             raise ShardingError(
                 f"the gradient of {part.entry.name!r} on this rank is its part of shape "
@@ -377,7 +377,7 @@ class SharedParameter(PlacedParameter):
 
     @grad.deleter
     def grad(self) -> None:
-        self._part.tensor.grad = None
+        self._stored.tensor.grad = None
 
 
 class GradientPiece(torch.Tensor):  # type: ignore[misc]

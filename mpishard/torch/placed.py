@@ -15,7 +15,7 @@ from mpishard.communication import CommunicationBackend, called_as
 from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
 from mpishard.torch.buffers import Buffers, is_plain, some
-from mpishard.torch.parameters import Place, PlacedParameter, native_gradient
+from mpishard.torch.parameters import PlacedParameter, StoredParameter, native_gradient
 
 
 class PlacedModule:
@@ -91,27 +91,27 @@ class PlacedModule:
         """
         parameter = self.parameters[index]
         parameter.__class__ = self._kinds[index]
-        vars(parameter).pop("_part", None)
+        vars(parameter).pop("_stored", None)
         parameter.data = flat.view(self.entries[index].shape)
         self._storages[index] = _storage_of(parameter)
 
     def hold(
         self,
         units: Sequence[Unit],
-        make_part: Callable[..., Place],
+        make_stored: Callable[..., StoredParameter],
         kind: type[PlacedParameter] = PlacedParameter,
     ) -> None:
         """Let ranks change the parameters, which were placed, together, as parameters of ``kind``.
 
-        ``make_part(index, entry, unit, parameter)`` returns the place of each.
+        ``make_stored(index, entry, unit, parameter)`` returns the place of each.
         """
         numbered = iter(range(len(self.entries)))
         for unit in units:
             for entry, index in zip(unit.entries_of(self.entries), numbered, strict=False):
                 parameter = self.parameters[index]
-                parameter._part = make_part(index, entry, unit, parameter)
+                parameter._stored = make_stored(index, entry, unit, parameter)
                 parameter.__class__ = kind
-                parameter._part.note_version()
+                parameter._stored.note_version()
 
     def hook(
         self, index: int, take: Callable[[Array | None], None]
@@ -160,7 +160,7 @@ class PlacedModule:
         for index, (module, name) in enumerate(self.places):
             entry, parameter = self.entries[index], self.parameters[index]
             if isinstance(parameter, PlacedParameter):
-                parameter._part.require_counted()
+                parameter._stored.require_counted()
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
@@ -181,13 +181,13 @@ class PlacedModule:
                     "steps, let it require a gradient until then"
                 )
 
-    def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+    def distribute(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's buffers, and seed the generators of ``ranks`` differently. Collective.
 
         The first of ``ranks`` gets the generator of rank 0. Thread-ranks share one generator, which
         does not change.
         """
-        self.buffers.deal(world)
+        self.buffers.distribute(world)
         state = world.broadcast(torch.get_rng_state().numpy(), root=0)
         if not world._rank_is_process:
             return

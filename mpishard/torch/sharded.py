@@ -34,7 +34,7 @@ from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.buffers import form_of
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
-from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gradient
+from mpishard.torch.parameters import OwnedParameter, SharedParameter, Uncopied, native_gradient
 from mpishard.torch.placed import PlacedModule, note_wide_buffers, rounded, tensor_of
 from mpishard.torch.world import current_world
 
@@ -73,7 +73,7 @@ class ShardedModule(Uncopied):
     ----------
     placed : PlacedModule
         The module's parameters and buffers.
-    parts : list of Part
+    parts : list of OwnedParameter
         The trained parameters, in order.
     passes : BackwardPasses
         The module's backward passes.
@@ -130,10 +130,10 @@ class ShardedModule(Uncopied):
             slots = self.layout.allocate_slots(ReplicatedGradients.length_for(self.layout), 1)
             self.gradients = ReplicatedGradients(self.layout, slots[0] if slots else None)
         # The values are copied before `_place` makes the parameters views of the stores.
-        ModelVector(self.placement).deal(self.parameters, backend, self.placed.fill)
-        self.parts: list[Part] = []
+        ModelVector(self.placement).distribute(self.parameters, backend, self.placed.fill)
+        self.parts: list[OwnedParameter] = []
         self._place()
-        self.placed.deal(backend, backend)
+        self.placed.distribute(backend, backend)
         self.placed.normalise_over(backend)
         self.passes = BackwardPasses(
             self.gradients, self.entries, self.parts, self.placed.buffers, self.gathered
@@ -202,9 +202,9 @@ class ShardedModule(Uncopied):
         for index, view in enumerate(views_of_entries(self.units, self.entries, vectors)):
             placed.place(index, view)
         kind = SharedParameter if gathered is None else GatheredParameter
-        placed.hold(self.units, functools.partial(Part, self), kind)
+        placed.hold(self.units, functools.partial(OwnedParameter, self), kind)
         for parameter in placed.parameters:
-            part = parameter._part
+            part = parameter._stored
             if gathered is not None:
                 parameter._units = gathered, part.unit.index
             (own,) = self.parameters.owned([part.piece])
@@ -256,12 +256,12 @@ def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: Array | No
     sharded.passes.receive(place, gradient)
 
 
-def _round_inputs(_module: torch.nn.Module, arguments: Any, options: Any) -> Any:
+def _round_inputs(_module: torch.nn.Module, arguments: object, options: object) -> Any:
     """Round floating-point inputs before a forward pass, as the module's hook."""
     return rounded((arguments, options))
 
 
-def _explain(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+def _explain(module: torch.nn.Module, _inputs: object, output: object) -> None:
     """Add a note to PyTorch's error, if the forward pass raised one, as the module's hook."""
     error = sys.exception()
     if output is None and isinstance(error, RuntimeError):
@@ -352,14 +352,14 @@ def shard(
     return module
 
 
-def _forward_begins(module: torch.nn.Module, _inputs: Any) -> None:
+def _forward_begins(module: torch.nn.Module, _inputs: object) -> None:
     """Open the span "forward" of a traced run, as the module's hook."""
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:  # It is None in a copy of the module.
         owner.passes.part_of_step.enter_context(span("forward"))
 
 
-def _forward_ends(module: torch.nn.Module, *_: Any) -> None:
+def _forward_ends(module: torch.nn.Module, *_: object) -> None:
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:
         owner.passes.part_of_step.close()
@@ -386,7 +386,7 @@ def module_of(module: torch.nn.Module) -> ShardedModule:
     return sharded  # type: ignore[no-any-return]
 
 
-def part_of(parameter: torch.Tensor) -> Part:
+def owned_parameter(parameter: torch.Tensor) -> OwnedParameter:
     """Return the part of a sharded parameter.
 
     Raises
@@ -401,8 +401,8 @@ def part_of(parameter: torch.Tensor) -> Part:
             f"parameters must be a sharded module, its parameters or groups of them, got "
             f"{type(parameter).__name__} among them"
         )
-    if isinstance(parameter, SharedParameter) and parameter._part.entry.trainable:
-        return parameter._part
+    if isinstance(parameter, SharedParameter) and parameter._stored.entry.trainable:
+        return parameter._stored
     raise ShardingError(
         f"a parameter of shape {tuple(parameter.shape)} is not a trained parameter of a sharded "
         "module: it was frozen, not there or without elements when the module was sharded, or the "

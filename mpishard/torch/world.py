@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpishard.base import NotInitializedError
-from mpishard.communication import BackendName, CommunicationBackend, blas_threads, look_behind
+from mpishard.communication import BackendName, CommunicationBackend, blas_threads, skip_frames_of
 from mpishard.communication import init as init_backend
 
 _log = logging.getLogger("mpishard")
@@ -55,7 +55,7 @@ def prepare_torch() -> None:
     function may be called again.
     """
     # PyTorch's autograd and optimizers call our hooks, so that the user's line is behind theirs.
-    look_behind(str(Path(torch.__file__).parent))
+    skip_frames_of(str(Path(torch.__file__).parent))
     threads = blas_threads()
     if threads is not None and torch.get_num_threads() > threads:
         torch.set_num_threads(threads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ from mpishard.base import Array
 from mpishard.callbacks import names_of
 from mpishard.communication import differences, same_outcome
 from mpishard.contracts import ILossFunction
-from mpishard.data import count_samples, place_of, take
+from mpishard.data import Dataset, count_samples, origin_of, take
 from mpishard.models import Program, ShardedModelBase, program_of
 from mpishard.optimizers import ShardedOptimizerBase
 from mpishard.sharding import ShardingConfiguration, refuse_with_leaves, shared_choices
@@ -21,6 +20,7 @@ from mpishard.training.data import OptimizationInputData
 from mpishard.training.saving import folder_of
 
 _PARTS = ("train", "validation", "test")
+# Choices that decide which collectives a rank calls: with other ones it would wait for ever.
 _SETTINGS = (
     "epochs", "max_steps", "validate_every", "patience", "tolerance", "keep_best",
     "training_statistics", "predictions", "checkpoint_every", "checkpoint", "keep_last",
@@ -29,7 +29,7 @@ _SETTINGS = (
 
 
 def refuse_early(
-    model: Any, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
+    model: object, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
 ) -> dict[str, list[int]]:
     """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
 
@@ -58,6 +58,7 @@ def refuse_early(
             if getattr(data, f"x_{part}") is not None:
                 # Validation and test data, too, which are first used after hours of training.
                 _check_first(program, loss, data, part)
+        # A loss of NaN is never the best: such a run would keep nothing, and never stop early.
         compares = data.patience is not None or data.keeps_best
         if compares and loss is None and not program.has_own_loss:
             raise ValueError(
@@ -70,6 +71,7 @@ def refuse_early(
                 "local_data=True",
                 "give every rank the same data set, or gradient_leaves=None",
             )
+        # The share of each rank in a batch is fixed, and must not be 0.
         if data.local_data and data.batch_size < data_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}: "
@@ -93,6 +95,7 @@ def _check_first(
 ) -> None:
     """Refuse a data set if its first sample does not fit the model."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
+    # One sample; an empty data set, which one rank may have, is indexed by nothing.
     indices = np.zeros(min(1, count_samples(x)), np.int64)
     first = (
         _take_first(x, f"x_{part}", indices),
@@ -104,12 +107,12 @@ def _check_first(
         program.predict(None, first[0])  # type: ignore[arg-type]
 
 
-def _take_first(samples: Any, name: str, indices: npt.NDArray[np.int64]) -> Array:
+def _take_first(samples: Dataset, name: str, indices: npt.NDArray[np.int64]) -> Array:
     try:
         taken: Array = take(samples, indices)
     except Exception as error:
         error.add_note(
-            f"{name} ({place_of(samples)}) was indexed by an array of integers, {indices!r}, and "
+            f"{name} ({origin_of(samples)}) was indexed by an array of integers, {indices!r}, and "
             "must return an array of as many samples; a data set that takes one number can be "
             "stacked: numpy.stack([samples[i] for i in indices])"
         )
@@ -117,7 +120,8 @@ def _take_first(samples: Any, name: str, indices: npt.NDArray[np.int64]) -> Arra
     if getattr(taken, "ndim", 1) == 0 or len(taken) != len(indices):
         raise ValueError(
             f"{name} gave an array of shape {taken.shape} for the index array {indices}; the "
-            f"first dim must be the samples. {place_of(samples)} is indexed by an array of integers"
+            "first dim must be the samples. "
+            f"{origin_of(samples)} is indexed by an array of integers"
         )
     return taken
 
@@ -126,7 +130,7 @@ def require_agreement(
     optimizer: ShardedOptimizerBase,
     model: ShardedModelBase,
     data: OptimizationInputData,
-    order: Mapping[str, Any],
+    order: Mapping[str, object],
 ) -> None:
     """Refuse a run whose length, order, data or rule differs between ranks. Collective.
 
@@ -141,6 +145,7 @@ def require_agreement(
         for part in ("x_validation", "x_test"):  # the targets have as many: see `checked`
             x = getattr(data, part)
             lengths[f"{part} samples"] = None if x is None else count_samples(x)
+    # One object of JSON, and so one all-gather for all choices.
     mine = {
         **order,
         **lengths,
@@ -156,12 +161,13 @@ def require_agreement(
     differing = differences(model.backend, mine)
     if differing:
         hint = ""
+        # The commonest cause: each rank has loaded its own part of the data.
         if "samples is " in differing:
             hint = ". If every rank brings samples of its own, pass local_data=True"
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> bool | float | str | None:
     if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
         return os.fsencode(value).decode(errors="backslashreplace")
     return value if isinstance(value, bool | int | float | None) else str(value)

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import numpy as np
+
 from mpishard.base import (
+    Document,
     as_amount,
     as_count,
     as_flag,
@@ -17,11 +20,17 @@ from mpishard.base import (
 )
 from mpishard.callbacks import check_callbacks
 from mpishard.contracts import PathLike
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
-from mpishard.training.run_state import check_user_state
+from mpishard.data import (
+    Dataset,
+    GlobalBatchSampler,
+    LocalBatchSampler,
+    check_dataset,
+    count_samples,
+)
+from mpishard.training.run_state import Stateful, check_user_state
 
 # Type of a field -> its check. Numbers are counts, except the seed and the tolerance.
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_CHECKS: dict[str, Callable[[str, Any], float]] = {
     "bool": as_flag, "bool | None": as_flag, "int": as_count, "int | None": as_count,
     "float": as_amount,
 }  # fmt: skip
@@ -122,12 +131,12 @@ class OptimizationInputData:
     """
 
     model: Any = None
-    x_train: Any
-    y_train: Any = None
-    x_validation: Any = None
-    y_validation: Any = None
-    x_test: Any = None
-    y_test: Any = None
+    x_train: Dataset
+    y_train: Dataset | None = None
+    x_validation: Dataset | None = None
+    y_validation: Dataset | None = None
+    x_test: Dataset | None = None
+    y_test: Dataset | None = None
     local_data: bool = False
     batch_size: int = 32
     epochs: int | None = None
@@ -148,14 +157,14 @@ class OptimizationInputData:
     keep_every: int | None = None
     checkpoint_async: bool = False
     resume: PathLike | bool | None = None
-    user_state: Mapping[str, Any] | None = None
+    user_state: Mapping[str, np.random.Generator | Stateful] | None = None
     digest_every: int | None = None
     progress: bool = True
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
-    callbacks: Sequence[Any] = ()
+    callbacks: Sequence[object] = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A misspelled argument would otherwise be set, and have no effect.
         require_attribute(self, name, self.__dataclass_fields__)
         super().__setattr__(name, value)
@@ -165,6 +174,7 @@ class OptimizationInputData:
         words = []
         for each in fields(self):
             value = getattr(self, each.name)
+            # The number of samples alone: the repr of a data set may be pages long.
             if each.name.startswith("x_") and value is not None:
                 words.append(f"{count_samples(value)} samples to {_PURPOSES[each.name]}")
             elif each.name.startswith("y_") or value is each.default or value == each.default:
@@ -183,7 +193,7 @@ class OptimizationInputData:
         """True if the best parameters are put back at the end."""
         return self.patience is not None if self.keep_best is None else self.keep_best
 
-    def checked(self, model: Any = None) -> Self:
+    def checked(self, model: object = None) -> Self:
         """Return a copy with Python's own numbers and flags, if it can be trained.
 
         ``model`` is trained if these data name none. Communicates and writes nothing.
@@ -202,7 +212,9 @@ class OptimizationInputData:
             raise TypeError("OptimizationInputData needs a model")
         for part in ("train", "validation", "test"):
             self._check_pair(part)
+        # As Python's numbers: a checkpoint saves them as JSON.
         numbers = self._plain_numbers()
+        # A blank path would be the working directory.
         for name in ("checkpoint", "resume", "metrics"):
             value = getattr(self, name)
             if value is not None and not (name == "resume" and isinstance(value, bool)):
@@ -238,9 +250,10 @@ class OptimizationInputData:
         if self.resume is True:
             raise ValueError("resume=True needs checkpoint, the folder to resume from")
 
-    def _plain_numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"seed": as_integer("seed", self.seed)}
+    def _plain_numbers(self) -> Document:
+        numbers: Document = {"seed": as_integer("seed", self.seed)}
         for each in fields(self):
+            # By the annotation, so that a new field is checked without a line here.
             kind, value = str(each.type), getattr(self, each.name)
             is_left_out = value is None and kind.endswith("None")
             if kind in _CHECKS and each.name != "seed" and not is_left_out:
@@ -251,6 +264,7 @@ class OptimizationInputData:
         x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
         if part == "train" and x is None:
             raise TypeError("x_train must be given")
+        # Only if there are targets to train with: a black box may need none.
         targets_are_missing = x is not None and y is None and self.y_train is not None
         if targets_are_missing or (y is not None and x is None):
             raise TypeError(f"x_{part} and y_{part} must both be given")
@@ -272,21 +286,24 @@ class OptimizationInputData:
         ``lengths`` are all ranks' numbers of samples, if each brings its own; ``leaves`` is the
         model's ``gradient_leaves``.
         """
+        # An evaluation in another order would differ only by rounding.
         choices = self._shuffling() if part == "train" else {"shuffle": False}
         if self.local_data:
             return LocalBatchSampler(lengths, self.batch_size, **choices)
         length = count_samples(getattr(self, f"x_{part}"))
         return GlobalBatchSampler(length, self.batch_size, leaves=leaves, **choices)
 
-    def order_of_samples(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def order_of_samples(self, lengths: Sequence[int]) -> dict[str, object]:
         """Return the choices that determine the order of the training samples, for JSON."""
         return {
+            # Saved, and compared at a resume: in another order samples would be seen twice, or
+            # never.
             "local_data": self.local_data,
             "samples": list(lengths) if self.local_data else count_samples(self.x_train),
             "batch_size": self.batch_size,
             **self._shuffling(),
         }
 
-    def _shuffling(self) -> dict[str, Any]:
+    def _shuffling(self) -> Document:
         names = "seed", "shuffle", "drop_last", "shuffle_block_size"
         return {name: getattr(self, name) for name in names}

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpishard.base import Array, ShardLayout, to_host
+from mpishard.base import Array, Data, ShardLayout, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
+from mpishard.contracts import ILossFunction
+from mpishard.data import Batches, Dataset, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
 from mpishard.models import ShardedModelBase, measured
 from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, parts_of
 
@@ -42,8 +42,8 @@ class DatasetResult:
         Indices in ``x`` of their samples, shape (n,), rising.
     """
 
-    x: Any = field(repr=False)
-    y: Any = field(repr=False)
+    x: Dataset = field(repr=False)
+    y: Dataset | None = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
     predictions: Array | None = field(default=None, repr=False)
     indices: npt.NDArray[np.int64] | None = field(default=None, repr=False)
@@ -51,8 +51,8 @@ class DatasetResult:
 
 def evaluate(
     model: ShardedModelBase,
-    x: Any,
-    y: Any,
+    x: Dataset,
+    y: Dataset | None,
     sampler: GlobalBatchSampler | LocalBatchSampler,
     *,
     keep_predictions: bool = False,
@@ -74,10 +74,13 @@ def evaluate(
         The data set's part, for messages of reads that fail.
     """
     engine, backend = model.engine, model.backend
-    speaks = engine.replica.speaks  # of the ranks that compute the same samples one counts them
+    counts = (
+        engine.replica.reports_loss
+    )  # of the ranks that compute the same samples one counts them
     # An empty batch has the shape of a target, and no target is read for it.
-    needs_shape = engine.loss is not None and y is not None
-    nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
+    nothing: Data = np.zeros(0)
+    if engine.loss is not None and y is not None:
+        nothing = take(y, np.zeros(0, np.int64))
     statistics = statistics_for(engine.loss, nothing)
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves, subject = engine.leaves, engine.layout.subject
@@ -100,13 +103,15 @@ def evaluate(
                 prediction, *sums_of_loss = measured(
                     engine, inputs, targets, predicts=keep_predictions
                 )
-                if speaks:
+                if counts:
                     sums[number] += sums_of_loss
-                if prediction is not None and statistics is not None and speaks:
+                if prediction is not None and statistics is not None and counts:
                     statistics.add(to_host(prediction), map_arrays(to_host, targets))
+                # On all ranks of a replica: each keeps the outputs of the samples that it has read.
                 if prediction is not None and keep_predictions:
                     outputs.append(to_host(prediction))
                     seen.append(batch.indices[own])
+    # Leaves are added in the order of their tree, which has the same bits in every world.
     if leaves is None:
         total, weight = backend.all_reduce(sums[0], subject=subject)
     else:
@@ -122,7 +127,7 @@ def evaluate(
     return result
 
 
-def statistics_for(loss: Any, target: Any) -> Classification | Regression | None:
+def statistics_for(loss: ILossFunction | None, target: Data) -> Classification | Regression | None:
     """Return empty statistics of the kind that belongs to ``loss``; None for an unknown loss.
 
     Parameters
@@ -132,6 +137,7 @@ def statistics_for(loss: Any, target: Any) -> Classification | Regression | None
     target : Array or Samples
         A batch of targets, as the loss takes them.
     """
+    # By the class of the loss: a loss of the user's does not say what its targets mean.
     if isinstance(loss, CrossEntropy | BinaryCrossEntropy):
         return Classification(getattr(loss, "ignore_index", None))
     if isinstance(loss, MSE | MAE | Huber):
@@ -194,11 +200,13 @@ class Regression:
         self._squared_K = np.zeros(output_count)
         self._moments = _no_moments(output_count)
 
-    def add(self, prediction: Array, target: Any) -> None:
+    def add(self, prediction: Array, target: Data) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
         target, weights = parts_of(target)
+        # A rank may have no sample of the last batch, and no mean of it.
         if len(target) == 0:
             return
+        # In float64: the squares of float32 deviations lose the digits that r2 compares.
         target_NK = np.asarray(target, dtype=np.float64).reshape(len(target), -1)
         weight_NK = np.ones_like(target_NK)
         if weights is not None:
@@ -208,6 +216,7 @@ class Regression:
         self._absolute += float((weight_NK * np.abs(error_NK)).sum())
         self._squared_K += (weight_NK * np.square(error_NK)).sum(axis=0)
         count_K = weight_NK.sum(axis=0)
+        # An output whose weights are all 0 has no mean, and counts nothing.
         mean_K = (weight_NK * target_NK).sum(axis=0) / np.where(count_K, count_K, 1)
         deviations_K = (weight_NK * np.square(target_NK - mean_K)).sum(axis=0)
         self._moments = _merged(self._moments, (count_K, mean_K, deviations_K))
@@ -228,6 +237,7 @@ class Regression:
             return dict.fromkeys(("mse", "mae", "r2"), math.nan)
         is_constant_K = deviations_K == 0
         unexplained_K = squared_K / np.where(is_constant_K, 1.0, deviations_K)
+        # Not 0 / 0: see the class.
         unexplained_K[is_constant_K] = squared_K[is_constant_K] > 0
         return {
             "mse": float(squared_K.sum() / counted),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from mpishard import checkpoint
 from mpishard.callbacks import EarlyStopping, JSONLines, ProgressLine, Record, Run, names_of
 from mpishard.communication import same_outcome
 from mpishard.contracts import IFeatureAware
-from mpishard.data import Batch, Batches
+from mpishard.data import Batches, RankBatch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import LinearModel
 from mpishard.observe import MetricsWriter
@@ -181,8 +180,8 @@ class TrainingRun:
         with ExitStack() as stack:
             hooks.enter(stack)
             if data.callbacks:  # on all ranks
-                self.model.engine.round.wishes = hooks.wishes
-                stack.callback(setattr, self.model.engine.round, "wishes", None)
+                self.model.engine.round.requests = hooks.requests
+                stack.callback(setattr, self.model.engine.round, "requests", None)
             hooks.call("on_start", self.record)
             self.batches = stack.enter_context(
                 Batches(
@@ -207,9 +206,9 @@ class TrainingRun:
             history = self.result.validation_history
             if self.data.x_validation is None:
                 if partial is not None:
-                    self._weigh(partial)
+                    self._report(partial)
             elif not history or history[-1][0] != self.step:
-                self._weigh(self._validate())
+                self._report(self._validate())
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
             if self.result.stopped_early:
@@ -222,18 +221,20 @@ class TrainingRun:
                 )
                 hooks.ending = f"stopped early after step {self.step} of {self.total}{found}"
             hooks.call("on_stop", self.record)
+        # Without the evaluations of the end, which are no training.
         self.result.seconds = time.perf_counter() - self.started
         self._conclude()
         return self.result
 
     # ------------------------------------------------------------------------------------- steps
 
-    def _one_step(self, following: Iterator[Batch]) -> bool:
+    def _one_step(self, following: Iterator[RankBatch]) -> bool:
         """Make an update and the work due after it; return whether the run stops early."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
         began = time.perf_counter()
         batch = next(following)
+        # Before the step, which counts itself.
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
             model, batch.x, batch.y, sample_start=batch.sample_start
@@ -242,7 +243,8 @@ class TrainingRun:
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
         self.epoch_sums += report.loss * report.weight, report.weight
-        stops, saves = self.hooks.wishes.take() if data.callbacks else (False, False)
+        stops, saves = self.hooks.requests.take() if data.callbacks else (False, False)
+        # Without listeners no record is made: the memory in it is a sum over a ledger.
         if self.hooks.listens_to_steps:
             now = time.perf_counter()
             self.record = Record(
@@ -276,22 +278,22 @@ class TrainingRun:
             score = self._validate() if self.step % self.validate_every == 0 else None
         ends = False
         if score is not None:
-            self._weigh(score)
+            self._report(score)
             asked_to = self.optimizer.should_early_stop()  # collective: every rank must ask
             ends = asked_to or self.stopping.is_exhausted
-            if data.callbacks:  # wishes of this evaluation are fulfilled before the next step
-                wishes = self.hooks.wishes
-                wishes.exchanged(model.backend.all_reduce(np.array(wishes.own)))
-                at_once = wishes.take()
+            if data.callbacks:  # requests of this evaluation are fulfilled before the next step
+                requests = self.hooks.requests
+                requests.exchanged(model.backend.all_reduce(np.array(requests.own)))
+                at_once = requests.take()
                 stops, saves = stops or at_once[0], saves or at_once[1]
         if stops and not ends and self.step < self.total:
             self.hooks.stopped(self.step)
         ends = ends or stops
         if self.checkpoints is not None:
-            self._save_where_due(self.checkpoints, saves or ends or self.step == self.total)
+            self._save_if_due(self.checkpoints, saves or ends or self.step == self.total)
         return ends
 
-    def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
+    def _save_if_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
         is_preempted = checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
@@ -323,7 +325,7 @@ class TrainingRun:
         self.result.validation_history.append((self.step, loss))
         return loss
 
-    def _weigh(self, score: float) -> None:
+    def _report(self, score: float) -> None:
         """Let the callbacks judge an evaluation, and keep the best parameters."""
         validation = {}
         if self.latest is not None and self.latest[0] == self.step:
@@ -386,14 +388,14 @@ class TrainingRun:
         data = self.data
         x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
         sampler = data.sampler(self.lengths[part], self.model.gradient_leaves, part)
-        self.batches.settle()  # one thread of a rank reads at a time
+        self.batches.await_read()  # one thread of a rank reads at a time
         return evaluate(
             self.model, x, y, sampler, keep_predictions=at_end and data.predictions, part=part
         )
 
     # --------------------------------------------------------------------------------- positions
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, object]:
         """Return the run's position, and the choices that determine its order. Collective."""
         return {
             "step": self.step,

@@ -1,7 +1,7 @@
 """`minimize`: L-BFGS on a function whose samples the ranks share.
 
 The function is wrapped as a black box, `Objective`. The rule `LBFGS` runs on it through the sharded
-optimizers, and `_Run` decides when to stop.
+optimizers, and `_Minimization` decides when to stop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpishard.communication import (
     same_outcome,
 )
 from mpishard.contracts import PathLike
-from mpishard.data import check_dataset, take
+from mpishard.data import Dataset, check_dataset, count_samples, take
 from mpishard.models import ZeRO2Model, check_leaves
 from mpishard.optimizers import LBFGS, ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration, refuse_with_leaves
@@ -48,16 +48,16 @@ _RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2", "maxcor": "
 
 
 def minimize(
-    fun: Callable[..., Any],
-    theta0: Any,
-    args: Sequence[Any] = (),
+    fun: Callable[..., object],
+    theta0: object,
+    args: Dataset | Sequence[Dataset] = (),
     method: str = "L-BFGS",
     *,
     backend: CommunicationBackend | None = None,
     jac: bool | Callable[..., Array] = True,
     bounds: Any = None,
-    options: Mapping[str, Any] | None = None,
-    callback: Callable[..., Any] | None = None,
+    options: Mapping[str, float | None] | None = None,
+    callback: Callable[..., object] | None = None,
     local_data: bool = False,
     checkpoint: PathLike | None = None,
     checkpoint_every: int | None = None,
@@ -138,6 +138,7 @@ def minimize(
     >>> result.x.round(4).tolist(), result.success
     ([1.0, 2.0, 3.0], True)
     """
+    # All arguments are checked before `init`: a mistake must not begin with starting MPI.
     theta = _checked_theta(theta0)
     args = _checked_args(args, local_data=local_data)
     if str(method).lower() not in ("l-bfgs", "l-bfgs-b"):
@@ -150,6 +151,7 @@ def minimize(
         refuse_with_leaves(
             leaves, "local_data=True", "give every rank the same args, or leave out one of the two"
         )
+    # It moves theta into the box, so that already the first evaluation is allowed.
     box = _checked_bounds(bounds, theta, rule)
     function = _checked_functions(fun, jac, callback)
     if not isinstance(backend, CommunicationBackend | None):
@@ -169,11 +171,13 @@ def minimize(
     config = ShardingConfiguration(backend, gradient_leaves=leaves)
     check_leaves(config, backend.world_size)
     # The optimizer takes batches: here each consists of all of this rank's samples.
-    samples = Samples.of(args, backend, leaves, local_data=local_data)
+    samples = LeafSamples.of(args, backend, leaves, local_data=local_data)
+    # Compared before the first evaluation: ranks with other arguments would wait for ever.
     choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
-        "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
+        "data sets": len(args),
+        "samples": None if local_data else count_samples(args[0]) if args else 1,
         "local_data": local_data, "gradient_leaves": leaves,
         "callback": callback is not None, "jac": jac is True,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
@@ -185,19 +189,19 @@ def minimize(
         getattr(given, "__name__", type(given).__name__) for given in (fun, jac) if callable(given)
     ]
     objective = Objective(function, theta, " or ".join(named))
-    run = _Run(config, rule, limits, objective, callback)
+    run = _Minimization(config, rule, limits, objective, callback)
     return run.go(samples, saving, box)
 
 
 @dataclass
-class _Run:
+class _Minimization:
     """One minimization: its model, its optimizer, and the reasons to stop."""
 
     config: ShardingConfiguration
     rule: LBFGS
     limits: Mapping[str, float]
     objective: Objective
-    callback: Callable[..., Any] | None
+    callback: Callable[..., object] | None
 
     @property
     def backend(self) -> CommunicationBackend:
@@ -205,26 +209,30 @@ class _Run:
 
     def go(
         self,
-        samples: Samples,
+        samples: LeafSamples,
         saving: OptimizationInputData,
         box: tuple[Array, Array] | None,
     ) -> OptimizeResult:
         """Minimize. Collective."""
         backend = self.backend
+        # ZeRO-2 divides the 2m + 3 vectors, and leaves each rank the whole theta that ``fun``
+        # needs.
         self.model = ZeRO2Model(self.objective, self.config)
         self.optimizer = ZeRO2Optimizer(self.rule, self.config)
         state = self.optimizer.checkpoint_view(self.model)
         # A function has no other attributes to save, so the warning about them is switched off.
-        self.model.engine.has_said_what_is_not_saved = True
+        self.model.engine.has_warned_of_unsaved_attributes = True
         own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
         found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
         if found is not None:
             checkpoints.load(found, self.model, self.optimizer)
         if box is not None:
+            # Bounds are kept as state, so that they are cut as the parameters are.
             for piece in self.model.engine.pieces.updated:
                 for name, bound in zip(("lower", "upper"), box, strict=True):
                     state.vectors[name][piece.in_shard] = bound[piece.start : piece.stop]
         self.numbers = state.numbers
+        # -1: the run goes on.
         status, message = -1, ""
         if found is not None:  # a run that had reached its end makes no further iteration
             status, message = self._reason(self.numbers.get("before"))
@@ -251,7 +259,7 @@ class _Run:
         # A last step that found no lower value is not an iteration.
         return self._result(status, message, self.optimizer.steps - ("stuck" in self.numbers))
 
-    def _iterate(self, samples: Samples) -> float:
+    def _iterate(self, samples: LeafSamples) -> float:
         """Make one iteration, and return the loss before it. Collective.
 
         Raises
@@ -279,6 +287,7 @@ class _Run:
         if self.rule.is_bounded:
             # A gradient that points out of the box is 0 there: nothing can be gained along it.
             gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
+        # A rank may own no element at all.
         own = np.array([float(abs(gradient).max()) if gradient.size else 0.0])
         largest = float(self.backend.all_reduce(own, ReductionOperation.MAX)[0])
         value = numbers["value"]
@@ -288,6 +297,7 @@ class _Run:
             return 2, numbers["stuck"]
         if before is not None:
             fall = before - value
+            # Relative to the loss, and absolute if that is below 1, as in SciPy.
             if fall <= limits["ftol"] * max(abs(before), abs(value), 1.0):
                 return 0, f"the loss fell by {fall:.3g}, which is at most ftol"
         if self.optimizer.steps >= limits["maxiter"]:
@@ -318,6 +328,7 @@ class _Run:
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
             fun=numbers["value"],
+            # The pieces of all ranks, end to end, are the whole gradient.
             jac=self.backend.all_gather(self.optimizer.state["base_gradient"]),
             nit=iterations,
             nfev=numbers["evaluations"],
@@ -334,6 +345,7 @@ class _Run:
 def _checked_theta(given: Any) -> Array:
     given = as_array(given)
     theta = given.copy() if hasattr(given, "dtype") else np.array(given)
+    # SciPy takes a list of integers, too.
     if theta.dtype.kind in "iub":
         theta = theta.astype(np.float64)
     if theta.ndim != 1 or theta.size == 0 or theta.dtype.name not in ("float32", "float64"):
@@ -344,7 +356,7 @@ def _checked_theta(given: Any) -> Array:
     return theta
 
 
-def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
+def _checked_args(args: Dataset | Sequence[Dataset], *, local_data: bool) -> tuple[Dataset, ...]:
     if not isinstance(args, tuple | list):
         args = (args,)  # as SciPy does
     lengths = [check_dataset(a, f"args[{i}]", allow_empty=local_data) for i, a in enumerate(args)]
@@ -397,6 +409,7 @@ def _checked_bounds(bounds: Any, theta: Array, rule: LBFGS) -> tuple[Array, Arra
             [np.inf if high is None else high for _, high in rows],
         )
     lower, upper = (np.broadcast_to(np.asarray(b, theta.dtype), theta.shape) for b in pair)
+    # Not "lower > upper", which is False for NaN.
     wrong = np.flatnonzero(~(lower <= upper))
     if wrong.size:
         k = int(wrong[0])
@@ -408,7 +421,7 @@ def _checked_bounds(bounds: Any, theta: Array, rule: LBFGS) -> tuple[Array, Arra
     return lower, upper
 
 
-def _checked_functions(fun: Any, jac: Any, callback: Any) -> Callable[..., tuple[float, Array]]:
+def _checked_functions(fun: Any, jac: Any, callback: object) -> Callable[..., object]:
     for name, function in (("fun", fun), ("callback", callback)):
         if not callable(function) and not (name != "fun" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
@@ -420,53 +433,55 @@ def _checked_functions(fun: Any, jac: Any, callback: Any) -> Callable[..., tuple
             "adapter, such as mpishard.adapters.AutogradModel, differentiates a loss"
         )
 
-    def both(theta: Array, *args: Any) -> tuple[float, Array]:
+    def both(theta: Array, *args: Array) -> tuple[object, object]:
         return fun(theta, *args), jac(theta, *args)
 
     return both
 
 
-class Samples:
+class LeafSamples:
     """The part of the data that one rank evaluates, in leaves; one without ``gradient_leaves``.
 
     Parameters
     ----------
-    leaves : sequence of (sequence of Array, int)
+    leaves : sequence of (sequence of object, int)
         The arguments of the function besides theta for each leaf, cut along the first dim, and the
         leaf's number of samples. A function without data counts as one sample, on rank 0.
     """
 
-    def __init__(self, leaves: Sequence[tuple[Sequence[Array], int]]) -> None:
+    def __init__(self, leaves: Sequence[tuple[Sequence[object], int]]) -> None:
         self.leaves = leaves
 
     def __len__(self) -> int:
         return sum(count for _, count in self.leaves)
 
-    def __getitem__(self, part: slice) -> Samples:
+    def __getitem__(self, part: slice) -> LeafSamples:
         """Return the leaf whose samples are ``part``, without a copy."""
+        # The engine asks for one leaf after the other, by its samples.
         ends = accumulate(count for _, count in self.leaves)
         for (arrays, count), end in zip(self.leaves, ends, strict=True):
             if (end - count, end) == (part.start, part.stop):
-                return Samples([(arrays, count)])
+                return LeafSamples([(arrays, count)])
         raise ValueError(f"no leaf is {part}")
 
     @classmethod
     def of(
         cls,
-        args: Sequence[Any],
+        args: Sequence[Dataset],
         backend: CommunicationBackend,
         leaves: int | None,
         *,
         local_data: bool,
-    ) -> Samples:
+    ) -> LeafSamples:
         """Return this rank's samples: its part of data that all ranks have, or its own data."""
         if local_data:
-            return cls([(tuple(args), len(args[0]))])
+            return cls([(tuple(args), count_samples(args[0]))])
         size = backend.world_size
-        layout = LeafLayout(len(args[0]) if args else 1, leaves or size, size)
+        layout = LeafLayout(count_samples(args[0]) if args else 1, leaves or size, size)
         found = []
         for part in layout.slices(backend.rank):
             rows = np.arange(part.start, part.stop)
+            # Arrays in memory are cut without a copy; of files each rank reads its part.
             arrays = [a[part] if isinstance(a, np.ndarray) else take(a, rows) for a in args]
             found.append((tuple(arrays), len(rows)))
         return cls(found)
@@ -487,7 +502,7 @@ class Objective:
 
     def __init__(
         self,
-        function: Callable[..., tuple[float, Array]],
+        function: Callable[..., object],
         theta: Array,
         described_as: str,
     ) -> None:
@@ -502,14 +517,15 @@ class Objective:
         # The engine passes a copy that it does not change.
         self._theta = parameters
 
-    def compute_loss_and_gradients(self, x: Samples, y: None) -> tuple[float, Array]:
+    def compute_loss_and_gradients(self, x: LeafSamples, y: None) -> tuple[float, Array]:
         """Return the mean loss of the samples, of one leaf, and its gradient, shape (n,)."""
         ((arrays, _),) = x.leaves
-        found: Any = self._function(self._theta, *arrays)
+        found = self._function(self._theta, *arrays)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
                 f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"
             )
+        # SciPy takes a list of numbers, too. The engine converts arrays of other libraries.
         loss, gradient = found
         return loss, np.asarray(gradient) if isinstance(gradient, list | tuple) else gradient
 

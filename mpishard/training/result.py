@@ -59,7 +59,9 @@ class FitDetectionResult:
         """
         if not (math.isfinite(training_loss) and math.isfinite(validation_loss)):
             return None
+        # One epoch alone has no fall.
         falls = len(history) > 1 and history[-2] - history[-1] > _STILL_FALLING * abs(history[-2])
+        # Judged first: a training loss that still falls is no sign of underfitting then.
         if validation_loss - training_loss > _OVERFIT_GAP * abs(training_loss):
             kind = FitType.OVERFIT
         else:
@@ -179,6 +181,7 @@ class OptimizationResult:
             solution = copy.deepcopy(model)
             solution.set_parameters(parameters)
         found = self._with(solution)
+        # These figures were measured at the old parameters.
         found.best_fitness_score = math.nan
         found.best_iteration = found.fit_detection_result = found.best_intercept = None
         for part in ("training_result", "validation_result", "test_result"):
@@ -187,9 +190,11 @@ class OptimizationResult:
                 setattr(found, part, DatasetResult(measured.x, measured.y))
         return found
 
-    def _with(self, solution: Any) -> Self:
+    def _with(self, solution: object) -> Self:
         """Return a copy with another solution, which shares the data sets."""
-        memo = {
+        # deepcopy returns what the memo holds: data sets may be large, and open files cannot be
+        # copied.
+        memo: dict[int, object] = {
             id(value): value
             for result in (self.training_result, self.validation_result, self.test_result)
             if result is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint import CheckpointState, Pieces, PlainModelFiles, check_keys, choices_in
 from mpishard.communication import CommunicationBackend, gather_texts, same_outcome
 from mpishard.models import ShardedModelBase
@@ -35,7 +35,7 @@ class BestParameters(CheckpointState):
 
     def __init__(self, model: ShardedModelBase) -> None:
         self._engine, self._plain = model.engine, model.wrapped_model
-        self._choices: dict[str, Any] = {}
+        self._choices: dict[str, object] = {}
         self._pieces = model.engine.layout.pieces()
         self._kept: Array | None = None
 
@@ -65,6 +65,7 @@ class BestParameters(CheckpointState):
         owned = engine.parameters.owned(self._pieces)
         for piece, target in zip(self._pieces, owned, strict=True):
             target[...] = self._vector[piece.in_shard]
+        # Ranks with copies of these pieces have the last parameters still.
         engine.parameters.publish(self._pieces)
         engine.changed()
 
@@ -81,16 +82,23 @@ class BestParameters(CheckpointState):
         parts = [(p.start, self._vector[p.in_shard]) for p in pieces]
         return {self.KIND: self._engine.placement.cut(parts, written=written)}
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Mapping[str, object]:
         """Return the choices; the position of the loop has the best score and step."""
         return {"choices": self._choices} if self._choices else {}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Take the choices; nothing of the parameters is cached."""
         self._choices = choices_in(metadata)
 
 
-def check_user_state(parts: Any) -> None:
+class Stateful(Protocol):
+    """An object of the script whose state a checkpoint saves, as JSON."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+def check_user_state(parts: object) -> None:
     """Refuse objects without a state that could be saved.
 
     Raises
@@ -133,18 +141,20 @@ class UserState:
         On every rank, if JSON cannot hold the state of a part.
     """
 
-    def __init__(self, parts: Mapping[str, Any], backend: CommunicationBackend) -> None:
+    def __init__(
+        self, parts: Mapping[str, np.random.Generator | Stateful], backend: CommunicationBackend
+    ) -> None:
         # In one order on all ranks, because the user's dicts may have different orders.
         self._parts = dict(sorted(parts.items()))
         self._backend = backend
         self.position()  # fails here, if at all
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, object]:
         """Return the part that a checkpoint saves, for JSON, complete on rank 0. Collective."""
         if not self._parts:
             return {"names": [], "ranks": []}
         with same_outcome(self._backend):
-            states = {}
+            states: dict[str, object] = {}
             for name, part in self._parts.items():
                 if isinstance(part, np.random.Generator):
                     states[name] = _without_arrays(part.bit_generator.state)
@@ -160,12 +170,13 @@ class UserState:
                     ) from error
             text = json.dumps(states)
             check_keys("user_state", states)
+        # To rank 0 alone, which writes the metadata.
         texts = gather_texts(self._backend, text)
         if len(set(texts)) == 1:  # equal states fit a world of any size
             texts = texts[:1]
         return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
 
-    def check(self, saved: Mapping[str, Any]) -> None:
+    def check(self, saved: Metadata) -> None:
         """Refuse a saved `position` that does not fit. Communicates nothing.
 
         Raises
@@ -174,6 +185,7 @@ class UserState:
             If other names were saved, or differing states of another number of ranks.
         """
         names, states = saved["names"], saved["ranks"]
+        # A generator that is left out would draw other numbers from here on.
         if names != list(self._parts):
             raise ValueError(
                 f"the run was saved with the user_state {_listed(names)}, but has "
@@ -186,7 +198,7 @@ class UserState:
                 f"with {len(states)} ranks, or use a state that is equal on all ranks"
             )
 
-    def restore(self, saved: Mapping[str, Any], path: Path) -> None:
+    def restore(self, saved: Metadata, path: Path) -> None:
         """Continue from a `position` that was read from ``path``. Communicates nothing.
 
         Raises
@@ -211,7 +223,7 @@ class UserState:
                     part.load_state_dict(mine[name])
 
 
-def _without_arrays(state: Any) -> Any:
+def _without_arrays(state: object) -> object:
     """Return the state of a bit generator for JSON."""
     if isinstance(state, Mapping):
         return {name: _without_arrays(value) for name, value in state.items()}
@@ -221,7 +233,7 @@ def _without_arrays(state: Any) -> Any:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _with_arrays(state: Any) -> Any:
+def _with_arrays(state: object) -> Any:
     if not isinstance(state, Mapping):
         return state
     if _ARRAY in state:

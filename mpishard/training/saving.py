@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpishard.base import CheckpointError, NonFiniteLossError, NoSampleError, Preempted, settings
+from mpishard.base import (
+    CheckpointError,
+    Metadata,
+    NonFiniteLossError,
+    NoSampleError,
+    Preempted,
+    settings,
+)
 from mpishard.callbacks import Preemption
 from mpishard.checkpoint import (
     ANYTHING,
@@ -83,6 +90,7 @@ def checkpoint_to_resume(
     with same_outcome(backend):
         if backend.rank == 0:  # for all ranks, because their working directories may differ
             found = find_single(place)
+    # The path that rank 0 has found: other hosts may see an older listing of the folder.
     found = share_path(backend, found)
     if found is not None:
         return found
@@ -150,6 +158,7 @@ class RunCheckpoints:
                     _FIRST_ONLY,
                 )
             allowed_ranks = 0, 0  # a run of any number of ranks would begin anew
+        # No other rank has the samples of a rank that is missing.
         elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
         self._preemption = Preemption(backend, allowed_ranks)
@@ -220,6 +229,7 @@ class RunCheckpoints:
         if self._pending is None:
             return self._preemption.is_asked()
         # All ranks learn of a failure in this step; through `poll` they would in the next.
+        # In one message: this is asked after each step.
         is_asked, has_failed = self._preemption.is_asked_or(self._pending.has_failed)
         if has_failed:
             self.finish()
@@ -235,6 +245,7 @@ class RunCheckpoints:
         CheckpointError
             As `save`.
         """
+        # The job may be killed as soon as it ends, so that the save must be on the disk.
         self.finish()
         place = self.folder.path_of(step)
         message = f"preempted after step {step} of {total}; saved in {place}"
@@ -254,7 +265,7 @@ class RunCheckpoints:
         model: ShardedModelBase,
         optimizer: CheckpointableOptimizer,
         training: CheckpointState | None,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
     ) -> None:
         """Save, or begin to save if that is done in the background. Collective.
 
@@ -302,6 +313,7 @@ class RunCheckpoints:
             self._ended()
 
     def _ended(self) -> None:
+        # First, so that an error of a callback does not leave a save that is over.
         self._pending = None
         self._on_saved(self.folder.path_of(self._step))
 
@@ -310,7 +322,7 @@ class RunCheckpoints:
 
 
 def check_position(
-    path: Path, backend: CommunicationBackend, order: Mapping[str, Any], user_state: UserState
+    path: Path, backend: CommunicationBackend, order: Metadata, user_state: UserState
 ) -> bool:
     """Refuse a checkpoint that a run with this order of samples cannot continue. Collective.
 
@@ -355,6 +367,7 @@ def check_position(
                     "now: it is not known which samples of the epoch are left. Resume it with "
                     f"{before} ranks, or load it with model.load_model and train without resume"
                 )
+        # Before the model is loaded, so that a refusal leaves it as it was.
         differing = [
             f"{name} was {saved.get(name)} and is {value}"
             for name, value in order.items()

@@ -261,7 +261,7 @@ def test_unused_parameters_are_left_out_on_a_mesh(backend: Any, size: str) -> No
     model = ms.as_distributed(plain, config, "hybrid", **{size: 2})
     rule = LEAVES_OUT["adamw"][0]()
     optimizer = ms.as_distributed(rule, config, "hybrid", **{size: 2})
-    data_rank = model.engine.replica.dealt.rank
+    data_rank = model.engine.replica.sample_group.rank
     for step, expected in enumerate(branches_of_pytorch("adamw", backend.world_size // 2)):
         optimizer.step(model, *branch_batch(step, data_rank))
         close(model.gather_full_parameters(), expected)

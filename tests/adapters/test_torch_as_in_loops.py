@@ -133,7 +133,7 @@ def test_changes_that_ranks_cannot_make_together_are_refused(backend: Any, house
     assert (everyone == everyone[0]).all()
     with torch.no_grad():
         torch._foreach_mul_([weight], 0.5)
-    if weight._part.store.once_per_node:
+    if weight._stored.store.once_per_node:
         with pytest.raises(ShardingError, match=r"parameter '2\.weight' was changed in place by"):
             made.step()
 

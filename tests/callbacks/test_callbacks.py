@@ -1,4 +1,4 @@
-"""Callbacks of `optimize` and of loops written by hand: what they see, and what they can do."""
+"""Callbacks of `optimize` and of hand-written loops: their calls, and their requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VALIDATION = {"x_validation": X[:7], "y_validation": Y[:7]}
 
 
 class Spy:
-    """Notes all calls, and does something at one of them."""
+    """Records all calls, and calls a function at one of them."""
 
     def __init__(self, hook="", at=0, then=None):
         self.hook, self.at, self.then = hook, at, then
@@ -73,7 +73,7 @@ def train(backend, *callbacks, strategy="fsdp", **options):
 
 
 @in_worlds(1, 2, 3)
-def test_they_see_the_run_on_every_rank(backend, shared_path):
+def test_callbacks_are_called_on_every_rank(backend, shared_path):
     spy = Spy()
     given = {"checkpoint": shared_path / "run", "checkpoint_every": 5}
     result = train(backend, spy, **VALIDATION, **given)
@@ -108,7 +108,7 @@ def test_an_evaluation_without_validation_data_is_the_end_of_an_epoch(backend):
 
 
 @in_worlds(2)
-def test_they_change_no_bits_and_add_no_collective(backend):
+def test_callbacks_change_no_bits_and_add_no_collective(backend):
     def calls():
         return backend.status.count
 
@@ -141,7 +141,7 @@ def test_one_rank_stops_all_after_the_next_step(backend, strategy, caplog):
 
 
 @in_worlds(3)
-def test_a_wish_at_an_evaluation_stops_at_once(backend):
+def test_a_request_at_an_evaluation_stops_at_once(backend):
     result = train(
         backend, Spy("on_evaluate", 8, lambda run: run.stop() if run.rank == 2 else None)
     )
@@ -150,7 +150,7 @@ def test_a_wish_at_an_evaluation_stops_at_once(backend):
 
 @pytest.mark.parametrize("kind", ["gradient leaves", "hybrid", "local SGD"])
 @in_worlds(4)
-def test_a_wish_travels_in_every_kind_of_step(backend, kind):
+def test_a_request_travels_in_every_kind_of_step(backend, kind):
     leaves = 4 if kind == "gradient leaves" else None
     config = ms.ShardingConfiguration(backend, gradient_leaves=leaves)
     strategy = {"hybrid": "hybrid", "local SGD": "ddp"}.get(kind, "fsdp")
@@ -169,7 +169,7 @@ def test_a_wish_travels_in_every_kind_of_step(backend, kind):
 
 
 @in_worlds(2)
-def test_one_rank_asks_all_to_save(backend, shared_path):
+def test_a_save_request_of_one_rank_saves_on_all(backend, shared_path):
     spy = Spy("on_step", 2, lambda run: run.save() if run.rank == 1 else None)
     train(backend, spy, checkpoint=shared_path / "run", keep_last=9)
     assert spy.steps("on_checkpoint") == [3, 12]
@@ -179,7 +179,7 @@ def test_one_rank_asks_all_to_save(backend, shared_path):
 
 
 @in_worlds(2)
-def test_background_saves_are_told_of_when_they_are_on_the_disk(backend, shared_path):
+def test_background_saves_are_reported_once_they_are_on_the_disk(backend, shared_path):
     def look(run):
         assert spy.calls[-1][1].checkpoint.is_dir()
 
@@ -192,8 +192,8 @@ def test_background_saves_are_told_of_when_they_are_on_the_disk(backend, shared_
         checkpoint_async=True,
         keep_last=9,
     )
-    told = [record.checkpoint.name for name, record in spy.calls if name == "on_checkpoint"]
-    assert told == ["step-00000004", "step-00000008", "step-00000012"]
+    reported = [record.checkpoint.name for name, record in spy.calls if name == "on_checkpoint"]
+    assert reported == ["step-00000004", "step-00000008", "step-00000012"]
 
 
 @pytest.mark.parametrize("hook", ["on_start", "on_step", "on_evaluate", "on_stop"])
@@ -223,7 +223,7 @@ def test_an_exception_on_one_rank_is_its_failure(hook):
 
 
 @in_worlds(1)
-def test_what_is_refused(backend):
+def test_mistakes_with_callbacks_are_refused(backend):
     for wrong, match in (
         (Spy, "got the class Spy"),
         (object(), "the callback object has none of the methods on_start, on_step"),
@@ -259,7 +259,7 @@ def test_every_rank_has_the_same_callbacks(backend):
 
 
 class Counter:
-    """Has a state, and one collective of its own."""
+    """A callback with a state, which calls a collective."""
 
     def __init__(self):
         self.seen = 0
@@ -275,7 +275,7 @@ class Counter:
 
 
 @in_worlds(2)
-def test_their_state_is_resumed(backend, shared_path):
+def test_the_state_of_callbacks_is_resumed(backend, shared_path):
     for steps in (5, 12):
         counter = Counter()
         train(backend, counter, EarlyStopping(9), max_steps=steps, checkpoint=shared_path / "run")
@@ -444,12 +444,12 @@ def test_weights_and_biases_gets_the_figures_of_rank_0(monkeypatch):
 
 
 @in_worlds(1, 2, 3)
-def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
+def test_a_hand_written_loop_has_the_same_callbacks(backend, shared_path):
     spy = Spy("on_step", 3, lambda run: run.stop("enough") if run.rank == 0 else None)
     last = backend.world_size - 1
-    wish = Spy("on_evaluate", 2, lambda run: run.save() if run.rank == last else None)
+    request = Spy("on_evaluate", 2, lambda run: run.save() if run.rank == last else None)
     saved = []
-    with running([spy, wish, JSONLines(shared_path / "m")], backend, total_steps=9) as hooks:
+    with running([spy, request, JSONLines(shared_path / "m")], backend, total_steps=9) as hooks:
         for step in range(1, 10):
             stops = hooks.step(1 / step, samples=8, learning_rate=0.1, extra=step)
             assert not hooks.saves
@@ -482,10 +482,10 @@ def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
 
 
 @in_worlds(2)
-def test_an_evaluation_keeps_the_wish_of_its_step(backend):
-    wish = Spy("on_step", 2, lambda run: run.save() if run.rank == 1 else None)
+def test_an_evaluation_keeps_the_request_of_its_step(backend):
+    request = Spy("on_step", 2, lambda run: run.save() if run.rank == 1 else None)
     saved = []
-    with running([wish], backend) as hooks:
+    with running([request], backend) as hooks:
         for step in (1, 2, 3):
             hooks.step(1.0)
             hooks.evaluate(0.5)
@@ -524,7 +524,7 @@ def test_a_preempted_run_stops_after_its_save(tmp_path):
     assert spy.steps("on_stop") == [2]
 
 
-def test_an_exception_in_a_loop_of_ones_own():
+def test_an_exception_in_a_hand_written_loop():
     def main(backend):
         fail = Spy("on_step", 2, lambda run: run.backend.rank == 1 and 1 / 0)
         with running([fail], backend) as hooks:
@@ -538,7 +538,7 @@ def test_an_exception_in_a_loop_of_ones_own():
     )
 
 
-def test_a_signal_ends_a_loop_of_ones_own_at_a_save():
+def test_a_signal_ends_a_hand_written_loop_at_a_save():
     spy = Spy()
 
     def loop(backend):
@@ -569,7 +569,7 @@ def test_a_signal_ends_a_loop_of_ones_own_at_a_save():
     ],
 )
 @in_worlds(2)
-def test_a_loop_of_ones_own_is_told_of_wrong_arguments(backend, options, error, message):
+def test_wrong_arguments_in_a_hand_written_loop_are_refused(backend, options, error, message):
     with pytest.raises(error, match=message), running([], backend, **options):
         raise AssertionError("the loop has begun")
 

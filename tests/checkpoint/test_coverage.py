@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpishard.checkpoint.format.coverage import check_coverage
 from mpishard.errors import CheckpointError
 from mpishard.sharding import Region, whole_box
-from mpishard.sharding.regions import blocks_of, box_within
+from mpishard.sharding.regions import box_within, boxes_of
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4)
 
@@ -23,7 +23,7 @@ def times_held(shape: list[int], regions: list[Region]) -> Any:
     """How often each element is held, counted one by one."""
     held = np.zeros(shape, int)
     for region in regions:
-        for box, _ in blocks_of(region):
+        for box, _ in boxes_of(region):
             held[box_within(box)] += 1
     return held.ravel()
 

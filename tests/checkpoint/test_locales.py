@@ -14,7 +14,7 @@ from spawned_jobs import MPIEXEC, environment_of_a_job, needs_mpiexec
 
 from mpishard import checkpoint, run_in_threads
 from mpishard.communication.agreement import same_outcome, share_path, share_text
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.errors import CheckpointError
 
 JOB = Path(__file__).with_name("locale_job.py")
@@ -68,7 +68,7 @@ def test_paths_and_messages_travel_unchanged() -> None:
 
 
 def test_the_path_of_a_script_travels_with_its_calls() -> None:
-    call = Call.describe(Kind.BARRIER, None, sequence=3)
+    call = Call.describe(CollectiveKind.BARRIER, None, sequence=3)
     call.line, call.method, call.filename = 7, "main", NOT_UTF8
     found = Call.from_bytes(call.to_bytes())
     assert (found.line, found.method, found.filename) == (7, "main", NOT_UTF8)

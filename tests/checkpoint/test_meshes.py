@@ -13,7 +13,7 @@ import pytest
 
 from mpishard import checkpoint, run_in_threads
 from mpishard.base.layout import ShardLayout
-from mpishard.sharding import ParameterEntry, Placement, Slice, whole_box
+from mpishard.sharding import LocalParameter, ParameterEntry, Placement, whole_box
 from mpishard.sharding.regions import box_shape
 
 SHAPES = {
@@ -69,7 +69,7 @@ class Rank:
             boxes, is_counted = slices_of(name, tensor, part)
             shapes = [box_shape(box) for box in boxes]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
-            held.append(Slice(ParameterEntry(name, shape, start), boxes, is_counted))
+            held.append(LocalParameter(ParameterEntry(name, shape, start), boxes, is_counted))
             start = held[-1].entry.stop
         self.placement = Placement(self.entries, held)
         layout = ShardLayout(self.placement.own_length, data)
@@ -177,7 +177,7 @@ def test_a_rank_without_pieces(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(3, load, (3, 1, 1), tmp_path / "c", fakes)
 
 
-def test_of_replicas_one_writes(tmp_path: Path, fakes: Any) -> None:
+def test_one_rank_writes_each_copy(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(2, save, (1, 2, 1), tmp_path / "c", fakes)
     document = json.loads((tmp_path / "c" / "manifest.json").read_text())
     pieces = document["content"]["arrays"]["parameters"]["pieces"]

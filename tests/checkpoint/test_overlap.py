@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpishard.checkpoint.loading import reader
-from mpishard.checkpoint.loading.reader import overlaps
+from mpishard.checkpoint.loading.reader import shared_regions
 from mpishard.sharding import Region, whole_box
 from mpishard.sharding.regions import take_region
 
@@ -44,7 +44,7 @@ def test_what_was_written_in_pieces_is_read_in_others(
             out = np.full(wanted.length, -1)
             shared = 0
             for region, values in pieces:
-                for found in overlaps(region, wanted):
+                for found in shared_regions(region, wanted):
                     found.copy(values, out)
                     shared += math.prod(high - low for low, high in found.shared)
             assert out.tolist() == values_of(tensor, wanted).tolist()

@@ -11,7 +11,7 @@ from mpishard.base import settings
 from mpishard.cli.run.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.status import RankState, StatusPage
 
@@ -31,7 +31,10 @@ def record_of(
     page = StatusPage(rank, world_size, launched_rank, world_number)
     for sequence in range(1, calls + 1):
         call = Call.describe(
-            Kind.ALL_REDUCE, np.ones(4), operation=ReductionOperation.SUM, sequence=sequence
+            CollectiveKind.ALL_REDUCE,
+            np.ones(4),
+            operation=ReductionOperation.SUM,
+            sequence=sequence,
         )
         call.filename, call.line = "train.py", 33
         page.record(call, None)

@@ -28,7 +28,7 @@ from mpishard.cli.run.job_report import JobEnd, Verdict
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start, prepare_log_folder
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.cli.watch import RunState
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.communication.contract.status import RankState, StatusPage, records_in
 from mpishard.observe import MetricsWriter
 
@@ -109,7 +109,7 @@ def test_a_look_at_a_long_run_takes_milliseconds(tmp_path):
 
 def test_ranks_that_run_wait_and_are_gone(tmp_path, monkeypatch):
     pages = page_of(tmp_path, 0), page_of(tmp_path, 1)
-    call = Call.describe(Kind.BARRIER, None, sequence=1)
+    call = Call.describe(CollectiveKind.BARRIER, None, sequence=1)
     pages[0].record(call, None)
     now = RunState(tmp_path, tmp_path).now()
     assert [(r["rank"], r["kind"], r["state"]) for r in now["ranks"]] == [

@@ -49,7 +49,7 @@ DIVISIONS = {
 @pytest.mark.parametrize("division", DIVISIONS)
 @in_worlds(2, 3, 4)
 def test_conformance_of_groups(backend, division):
-    """The groups of one world work at the same time, and in no step with one another."""
+    """The groups of one world work at the same time, at different speeds."""
     color, key = DIVISIONS[division](backend.rank, backend.world_size)
     group = backend.split(color, key)
     if group is not None:
@@ -66,7 +66,7 @@ def test_conformance_of_groups(backend, division):
 
 @in_worlds(3, 4)
 def test_a_group_and_its_world_work_at_once(backend):
-    """Works of both under way, waited for in any order."""
+    """Works of both are under way, and ranks wait for them in different orders."""
     group = backend.split(backend.rank % 2, key=-backend.rank)
     works = []
     for length in (3, 700, 0, 16, 5000):
@@ -107,7 +107,7 @@ def test_mpi_and_memory_give_the_same_bits(backend):
 
 
 @in_worlds(2, 3)
-def test_the_suite_notices_a_backend_that_lets_mismatches_through(backend):
+def test_the_suite_detects_a_backend_that_accepts_mismatches(backend):
 
     class Wrong(type(backend)):
         def _verify(self, calls):
@@ -119,7 +119,7 @@ def test_the_suite_notices_a_backend_that_lets_mismatches_through(backend):
         CommunicationConformance().check_mismatches(broken)
 
 
-def test_the_reference_tree_is_the_documented_one():
+def test_the_reference_reduction_follows_the_documented_tree():
     a = [np.array([x]) for x in (0.1, 0.2, 0.3, 0.4, 0.5)]
     expected = ((a[0] + a[1]) + (a[2] + a[3])) + a[4]
     assert tree_reduce(a, ReductionOperation.SUM).tobytes() == expected.tobytes()
@@ -128,8 +128,8 @@ def test_the_reference_tree_is_the_documented_one():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "off"), ("2", "auto")])
-def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypatch):
-    """`test_large.py` tells whether libraries can count them; here little counts as large."""
+def test_large_arrays_are_sent_in_several_messages(backend, nodes, arena, monkeypatch):
+    """The limit is small here; `test_large.py` sends arrays that are really large."""
     monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     monkeypatch.setattr(messages, "_LARGE_BYTES", 400)
@@ -154,7 +154,7 @@ def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypat
 
 
 @in_worlds(1, 2, 3)
-def test_scratch_that_is_kept_is_told(backend):
+def test_scratch_bytes_counts_the_buffers_that_are_kept(backend):
     group = backend.split(0)
     assert group.scratch_bytes == 0
     before = backend.scratch_bytes
@@ -170,7 +170,7 @@ def test_scratch_that_is_kept_is_told(backend):
     assert backend.scratch_bytes == before, "a group counts its own"
 
 
-def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
+def test_a_world_of_one_compares_no_calls(monkeypatch):
     compared = []
     monkeypatch.setattr(
         "mpishard.communication.contract.backend.check_calls",
@@ -186,7 +186,7 @@ def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
 
 
 @pytest.mark.mpi
-def test_a_rank_that_waits_for_one_collective_polls_that_one(backend, monkeypatch):
+def test_a_rank_that_waits_for_one_collective_polls_only_that(backend, monkeypatch):
     def progress(session):
         raise AssertionError("looked at every world")
 

@@ -1,4 +1,4 @@
-"""GPU arrays between ranks: in memory, and under MPI through the host or by their pointers."""
+"""GPU arrays between ranks: on threads, and under MPI through the host or by device pointer."""
 
 import ctypes
 import logging
@@ -15,7 +15,7 @@ from mpishard.testing.worlds import in_worlds
 
 
 def reads_gpu_memory():
-    """Return what the user says of the MPI library, or else what it says itself."""
+    """Return whether MPI reads GPU memory: the user's setting, or else the library's answer."""
     if "MPISHARD_CUDA_AWARE" in os.environ:
         return os.environ["MPISHARD_CUDA_AWARE"] == "1"
     from mpi4py import MPI
@@ -88,7 +88,7 @@ def test_collectives(backend, gpu, way, length):
 
 @in_worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("way", ["1"], ids=["aware"], indirect=True)
-def test_an_mpi_for_cuda_gets_addresses_in_messages_alone(backend, gpu, way, monkeypatch):
+def test_a_cuda_aware_mpi_gets_device_pointers_in_messages_only(backend, gpu, way, monkeypatch):
     """Open MPI has no non-blocking collectives of GPU memory.
 
     The stand-in refuses to give an address while the stream has work, which may use the memory.
@@ -142,21 +142,21 @@ def test_messages(backend, gpu):
 
 
 @pytest.mark.mpi
-def test_staging_is_said_once_and_reuses_pinned_memory(backend, gpu, caplog):
+def test_staging_is_logged_once_and_reuses_pinned_memory(backend, gpu, caplog):
     caplog.set_level(logging.INFO, "mpishard")
     if backend.world_size == 1:
         pytest.skip("needs two ranks")
     for _ in range(3):
         backend.all_reduce(gpu.full(1000, 1.0))
-    said = [record for record in caplog.records if "pinned host buffers" in record.message]
-    assert len(said) == (backend.rank == 0)
+    logged = [record for record in caplog.records if "pinned host buffers" in record.message]
+    assert len(logged) == (backend.rank == 0)
     assert backend.scratch_bytes >= 8000
     if getattr(gpu, "__stand_in__", False):
         assert gpu.cuda.pinned_bytes == 8000  # which the pool would round up
 
 
 @pytest.mark.mpi
-def test_the_library_is_asked_unless_the_user_says_it(backend, monkeypatch):
+def test_cuda_support_is_read_from_the_library_unless_the_user_sets_it(backend, monkeypatch):
     monkeypatch.delenv("MPISHARD_CUDA_AWARE", raising=False)
     assert reads_gpu_memory() in (False, True)
     for answers in ({}, {"MPIX_Query_cuda_support": lambda: 0}):
@@ -169,7 +169,7 @@ def test_the_library_is_asked_unless_the_user_says_it(backend, monkeypatch):
         assert reads_gpu_memory() == (value == "1")
 
 
-def test_the_switch_is_checked(monkeypatch):
+def test_a_wrong_value_of_the_cuda_setting_is_refused(monkeypatch):
     monkeypatch.setenv("MPISHARD_CUDA_AWARE", "yes")
     with pytest.raises(ValueError, match="MPISHARD_CUDA_AWARE must be 0 or 1"):
         InMemoryCommunicationBackend(0, 1, "switch").initialize()

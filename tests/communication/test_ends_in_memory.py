@@ -1,4 +1,4 @@
-"""Thread-ranks that stay when others failed, threads that are no ranks, and Ctrl-C."""
+"""Thread-ranks that still run after a failure, threads that are no ranks, and Ctrl-C."""
 
 import _thread
 import threading
@@ -11,9 +11,9 @@ from mpishard.communication.threads import run as threads
 from mpishard.errors import PeerError
 
 
-def test_a_rank_that_stays_is_named_and_hears_of_it_later(monkeypatch):
+def test_a_rank_that_still_runs_is_named_and_raises_later(monkeypatch):
     monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.1)
-    go, heard = threading.Event(), []
+    go, errors = threading.Event(), []
     done = threading.Event()
 
     def body(backend):
@@ -25,7 +25,7 @@ def test_a_rank_that_stays_is_named_and_hears_of_it_later(monkeypatch):
             try:
                 backend.barrier()
             except PeerError as error:
-                heard.append(error.rank)
+                errors.append(error.rank)
             done.set()
         backend.barrier()
 
@@ -36,13 +36,13 @@ def test_a_rank_that_stays_is_named_and_hears_of_it_later(monkeypatch):
     assert len(caught.value.__notes__) == 2
     go.set()
     assert done.wait(20)
-    assert heard == [1]
+    assert errors == [1]
 
 
 @pytest.mark.parametrize("waits_in", ["collective", "receive"])
-def test_an_exception_in_a_thread_that_is_no_rank_reaches_the_ranks(monkeypatch, waits_in):
+def test_an_exception_in_another_thread_ends_the_ranks(monkeypatch, waits_in):
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    told = []
+    errors = []
 
     def body(backend):
         if backend.rank == 1:
@@ -50,7 +50,7 @@ def test_an_exception_in_a_thread_that_is_no_rank_reaches_the_ranks(monkeypatch,
             try:
                 backend.receive(0, 1)
             except PeerError as error:
-                told.append(error)
+                errors.append(error)
                 raise
         try:
             if waits_in == "collective":
@@ -58,19 +58,19 @@ def test_an_exception_in_a_thread_that_is_no_rank_reaches_the_ranks(monkeypatch,
             else:
                 backend.receive(1, 1)
         except PeerError as error:
-            told.append(error)
+            errors.append(error)
             raise
 
     with pytest.raises(ValueError, match="cannot reshape") as caught:
         run_in_threads(3, body)
     assert caught.value.__notes__ == ["raised in thread 'helper', which is no rank"]
-    assert [error.rank for error in told] == [-1, -1, -1]
-    for error in told:
+    assert [error.rank for error in errors] == [-1, -1, -1]
+    for error in errors:
         assert "thread 'helper', which is no rank, failed with ValueError" in str(error)
     assert threading.excepthook is threading.__excepthook__
 
 
-def test_a_hook_of_another_s_is_called_too(monkeypatch):
+def test_an_exception_hook_of_the_user_is_called_too(monkeypatch):
     seen = []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
     theirs = threading.excepthook
@@ -88,7 +88,7 @@ def test_a_hook_of_another_s_is_called_too(monkeypatch):
     assert threading.excepthook is theirs
 
 
-def test_ctrl_c_is_told_to_all_ranks_and_names_those_that_stay(monkeypatch):
+def test_ctrl_c_reaches_all_ranks_and_names_those_that_still_run(monkeypatch):
     monkeypatch.setattr(threads, "_INTERRUPT_SECONDS", 0.1)
     go = threading.Event()
     ends = [None] * 3
@@ -114,9 +114,9 @@ def test_ctrl_c_is_told_to_all_ranks_and_names_those_that_stay(monkeypatch):
         assert "KeyboardInterrupt" in text
 
 
-def test_worlds_that_end_in_the_order_they_began_leave_the_hook_before_them_working(monkeypatch):
-    heard = []
-    monkeypatch.setattr(threading, "excepthook", heard.append)
+def test_the_earlier_hook_works_after_worlds_end_in_any_order(monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
     ranks = threads._ThreadRanks(1, 1.0, survives=False)
     first, second = (threads._failures_of_other_threads(ranks) for _ in range(2))
     first.__enter__()
@@ -125,5 +125,5 @@ def test_worlds_that_end_in_the_order_they_began_leave_the_hook_before_them_work
     second.__exit__(None, None, None)
     args = threading.ExceptHookArgs((ValueError, ValueError("late"), None, None))
     threading.excepthook(args)
-    assert heard == [args]
+    assert errors == [args]
     assert ranks.failures == []

@@ -1,4 +1,4 @@
-"""What is said of a failure: by a rank of an MPI job, and by run_in_threads."""
+"""Reports of a failure: by a rank of an MPI job, and by `run_in_threads`."""
 
 import time
 import traceback
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import Call, Kind, MessageWait
+from mpishard.communication.contract.call import Call, CollectiveKind, MessageWait
 from mpishard.communication.contract.status import RankRecord, RankState
 from mpishard.communication.failure.report import failure_report
 from mpishard.communication.failure.stall import describe_departure
@@ -35,12 +35,12 @@ from mpishard.errors import (
         (NoSampleError("x"), "no rank has a sample that counts, reported by rank 2 of 4"),
     ],
 )
-def test_what_every_rank_raises_is_no_failure_of_the_one_that_reports_it(error, words):
+def test_an_error_of_all_ranks_blames_no_single_rank(error, words):
     report = failure_report(error, "rank 2 of 4", "in or after collective 3")
     assert report.startswith(f"mpishard: {words} in or after collective 3; the job ends\n")
 
 
-def test_a_message_of_mpishard_s_stands_once_in_a_report():
+def test_a_report_has_the_message_once():
     with pytest.raises(CollectiveMismatchError) as caught:
         raise CollectiveMismatchError("they differ:\n  rank 0: barrier()") from KeyError("why")
     caught.value.add_note("a note")
@@ -56,7 +56,7 @@ def test_a_message_of_mpishard_s_stands_once_in_a_report():
 
 
 def barrier(sequence, number, group="", method=""):
-    call = Call.describe(Kind.BARRIER, None, sequence=sequence)
+    call = Call.describe(CollectiveKind.BARRIER, None, sequence=sequence)
     call.filename, call.line, call.method, call.number = "train.py", 7, method, number
     call.group = group
     return call
@@ -80,7 +80,7 @@ def test_a_rank_that_left_without_a_record_is_named():
     assert text.endswith("Look for a loop or a branch that ends earlier on rank 1")
 
 
-def test_ranks_that_wait_for_each_other_are_to_blame_and_not_the_one_that_left():
+def test_a_circle_is_reported_before_a_rank_that_left():
     world, group = barrier(5, 6), barrier(1, 6, "group 1 (ranks 0, 2)")
     records = [
         # Rank 0 has not said yet that it waits.
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_are_to_blame_and_not_the_one_that_left()
     assert "look for a loop" not in text
 
 
-def test_groups_in_another_order_where_others_have_left():
+def test_groups_in_another_order_after_other_ranks_left():
     def body(backend):
         group = backend.split(backend.rank // 2)
         if backend.rank == 2:
@@ -124,7 +124,7 @@ def functions_of(error):
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_threads_raise_with_the_user_s_frames_and_the_last_of_mpishard(monkeypatch):
+def test_a_traceback_has_the_user_s_frames_and_the_last_frame(monkeypatch):
     monkeypatch.delenv("MPISHARD_LOG", raising=False)
     with pytest.raises(CollectiveMismatchError) as caught:
         run_in_threads(2, differing)
@@ -141,7 +141,7 @@ def test_threads_raise_with_the_user_s_frames_and_the_last_of_mpishard(monkeypat
     assert "wait" in functions_of(caught.value)
 
 
-def test_what_caused_a_failure_loses_its_inner_frames_too(monkeypatch):
+def test_the_cause_of_a_failure_has_a_short_traceback_too(monkeypatch):
     monkeypatch.delenv("MPISHARD_LOG", raising=False)
 
     def body(backend):

@@ -1,4 +1,4 @@
-"""Thread-ranks that fail, leave or disagree: every rank raises, and soon."""
+"""Thread-ranks that fail, leave or disagree: every rank raises within a short time."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ from mpishard.errors import (
 
 
 def outcomes(world_size, body, timeout=30.0):
-    """What each rank raised, or returned, and how long the slowest took."""
+    """Return the exception or result of each rank, and the seconds of the slowest."""
     started = time.monotonic()
     ends = [None] * world_size
 
@@ -38,7 +38,7 @@ def outcomes(world_size, body, timeout=30.0):
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("waits_in", ["collective", "receive", "group"])
-def test_a_rank_that_raises_is_every_rank_s_error(world_size, waits_in):
+def test_an_exception_on_one_rank_raises_on_all(world_size, waits_in):
     def body(backend):
         group = backend.split(0)
         backend.barrier()
@@ -112,7 +112,7 @@ def test_ranks_that_exit_with_0_after_their_last_collective_end_no_other_rank(mo
     assert run_in_threads(3, body) == ["drawn", None, None]
 
 
-def test_the_job_exits_if_every_rank_does():
+def test_the_job_exits_if_every_rank_exits():
     with pytest.raises(SystemExit) as ended:
         run_in_threads(2, lambda backend: sys.exit(0))
     assert ended.value.code == 0
@@ -132,7 +132,7 @@ def test_a_message_of_a_rank_that_left_can_be_received():
     assert run_in_threads(2, body)[0] == [0, 1, 2]
 
 
-def test_a_rank_that_never_comes():
+def test_a_rank_that_does_not_arrive_is_a_timeout():
     def body(backend):
         backend.barrier()
         if backend.rank == 0:
@@ -184,12 +184,12 @@ def test_life_cycle():
     ("arguments", "words"),
     [((0, 0), "world_size"), ((2, 2), "outside"), ((-1, 2), "outside"), ((0, 1, " "), "blank")],
 )
-def test_worlds_that_cannot_be(arguments, words):
+def test_wrong_worlds_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         InMemoryCommunicationBackend(*arguments)
 
 
-def test_a_rank_can_be_taken_once():
+def test_a_rank_that_is_in_use_is_refused():
     first = InMemoryCommunicationBackend(0, 2, "taken")
     first.initialize()
     try:
@@ -201,7 +201,7 @@ def test_a_rank_can_be_taken_once():
         InMemoryCommunicationBackend.clear_environment("taken")
 
 
-def test_own_threads_tell_the_others_through_with():
+def test_with_reports_a_failure_on_threads_of_the_user():
     errors = []
 
     def run(rank):
@@ -224,7 +224,7 @@ def test_own_threads_tell_the_others_through_with():
 
 
 def in_threads(body, count=2):
-    """What ``body`` returned for each rank, or what it raised."""
+    """Return the result or exception of ``body`` on each rank."""
     results = [None] * count
 
     def run(rank):
@@ -241,7 +241,7 @@ def in_threads(body, count=2):
     return results
 
 
-def test_a_world_that_was_shut_down_and_begins_again_forgets_its_failure():
+def test_a_world_that_begins_again_has_no_old_failure():
     backends = [InMemoryCommunicationBackend(r, 2, "again", timeout=0.05) for r in range(2)]
     for backend in backends:
         backend.initialize()
@@ -262,7 +262,7 @@ def test_a_world_that_was_shut_down_and_begins_again_forgets_its_failure():
     assert in_threads(again) == [([2, 2], 1)] * 2
 
 
-def test_ranks_may_begin_again_before_others_have_left_or_come():
+def test_ranks_may_begin_again_before_others_leave_or_enter():
     first, second = (InMemoryCommunicationBackend(r, 2, "early", timeout=10) for r in range(2))
     for _ in range(2):
         first.initialize()

@@ -1,4 +1,4 @@
-"""Random sequences of collectives, good ones and such with one mismatch."""
+"""Random sequences of collectives, without a mismatch and with one."""
 
 import os
 
@@ -37,7 +37,7 @@ def run_block(backend, block, count):
 @pytest.mark.parametrize("block", range(BLOCKS))
 @in_worlds(1, 2, 3, 4, 5, 6, 7, 8)
 def test_sequences(backend, block, record_property, request):
-    """No false alarm, no wrong result, and no mismatch that is not found."""
+    """No right call is refused, no result is wrong, and every mismatch is found."""
     under_mpi = request.config.getoption("with_mpi", default=False)
     count = UNDER_MPI if under_mpi else IN_MEMORY[backend.world_size]
     count = 50 if FULL and not under_mpi else count
@@ -49,12 +49,12 @@ def test_sequences(backend, block, record_property, request):
 
 @by_path
 @in_worlds(2, 3, 4)
-def test_sequences_by_all_ways(backend, path):
-    """Through memory that a node shares, by messages alone, and between nodes."""
+def test_sequences_by_every_transport(backend, path):
+    """The transports: memory that a node shares, messages alone, and several nodes."""
     assert run_block(backend, 1000, 4) > 0
 
 
-def test_a_plan_has_everything_in_it():
+def test_plans_contain_every_kind_of_step():
     plans = [draw_plan(seed, 4, 60) for seed in range(60)]
     steps = [step for plan in plans for step in plan]
     collectives = [step for step in steps if step.method not in ("split", "message")]
@@ -102,7 +102,7 @@ def fails(message, count, *, mismatch=False):
     assert any("fuzz_sequence of seed" in note for note in caught.value.__notes__)
 
 
-def test_another_order_of_a_sum_is_noticed(monkeypatch):
+def test_a_wrong_order_of_a_sum_is_detected(monkeypatch):
     reduce = TreeReducer.reduce
 
     def swap(self, contributions, operation, out):
@@ -114,7 +114,7 @@ def test_another_order_of_a_sum_is_noticed(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of data that are mixed then
-def test_a_mismatch_that_is_let_through_is_noticed(monkeypatch):
+def test_an_accepted_mismatch_is_detected(monkeypatch):
     check = CommunicationBackend._verify
 
     def blind(self, calls):
@@ -125,7 +125,7 @@ def test_a_mismatch_that_is_let_through_is_noticed(monkeypatch):
     fails("was not refused", 60, mismatch=True)
 
 
-def test_a_false_alarm_is_noticed(monkeypatch):
+def test_a_false_refusal_is_detected(monkeypatch):
     def jumpy(self, calls):
         if calls[0].sequence == 20:
             raise CollectiveMismatchError("there is nothing wrong")

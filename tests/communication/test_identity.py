@@ -1,4 +1,4 @@
-"""The same inputs give the same bits: on every backend, by every way, of every dtype."""
+"""The same inputs give the same bits on every backend and transport, in every dtype."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ GROUPS = {
 @by_path
 @pytest.mark.parametrize("group", GROUPS)
 @in_worlds(2, 3, 4)
-def test_every_way_gives_the_bits_of_the_tree(backend, path, group):
+def test_every_transport_gives_the_bits_of_the_tree(backend, path, group):
     digests = reduction_digests(backend, GROUPS[group])
     text = "".join(f"{name} {digest}\n" for name, digest in digests.items()).encode()
     mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
@@ -44,11 +44,11 @@ def test_every_way_gives_the_bits_of_the_tree(backend, path, group):
 
 
 @in_worlds(1, 5, 8)
-def test_other_worlds(backend):
+def test_worlds_of_other_sizes_give_the_bits_of_the_tree(backend):
     reduction_digests(backend, [d for d in DTYPES if d.name in ("float16", "complex128", "int8")])
 
 
-def test_adversarial_values_are_adversarial():
+def test_adversarial_values_depend_on_the_order_of_their_sum():
     for dtype in DTYPES:
         arrays = [adversarial(dtype, 3001, rank) for rank in range(4)]
         turned = [arrays[i] for i in (0, 2, 1, 3)]
@@ -69,7 +69,7 @@ def test_adversarial_values_are_adversarial():
     assert len(TRAVEL) == sum(map(len, GROUPS.values()))
 
 
-def test_two_ranks_that_are_swapped_are_noticed(monkeypatch):
+def test_two_swapped_ranks_are_detected(monkeypatch):
     combine = TreeReducer.reduce_subtrees
 
     def swapped(self, subtrees, count, operation, out):
@@ -84,8 +84,8 @@ def test_two_ranks_that_are_swapped_are_noticed(monkeypatch):
         run_in_threads(4, reduction_digests, GROUPS["floats"])
 
 
-def test_propagation_of_nan_is_part_of_it():
-    """MIN and MAX of a NaN on any one rank are NaN, in each place."""
+def test_min_and_max_propagate_nan_from_every_rank():
+    """MIN and MAX are NaN for each element that is NaN on one rank or more."""
     for operation in (ReductionOperation.MIN, ReductionOperation.MAX):
 
         def body(backend, operation=operation):

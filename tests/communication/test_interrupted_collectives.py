@@ -36,16 +36,16 @@ COLLECTIVES = {
 
 
 class AlarmError(Exception):
-    """What a signal handler of a script raises."""
+    """The exception of a signal handler of the script."""
 
 
 @pytest.fixture
-def strike(monkeypatch):
-    """Let the n-th test of a rendezvous from now on, on this thread, raise what is given."""
+def interrupt(monkeypatch):
+    """Return a function that makes the n-th test of a rendezvous on this thread raise an error."""
     victim = threading.local()
     test = Rendezvous.test
 
-    def struck(rendezvous):
+    def interrupted(rendezvous):
         victim.tests = getattr(victim, "tests", 0) - 1
         if victim.tests == 0:
             raise victim.error
@@ -54,12 +54,12 @@ def strike(monkeypatch):
     def arm(error, number=1):
         victim.tests, victim.error = number, error
 
-    monkeypatch.setattr(Rendezvous, "test", struck)
+    monkeypatch.setattr(Rendezvous, "test", interrupted)
     return arm
 
 
 def after(backend, call, limit=1):
-    """What ``call`` raises, which must come within a second, or within ``limit``."""
+    """Return the exception of ``call``, which must come within ``limit`` seconds."""
 
     def repeatedly():
         for _ in range(2):  # the first may be complete on this rank
@@ -81,15 +81,15 @@ def after(backend, call, limit=1):
     ],
 )
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_every_rank_s_present_or_next_call_raises(strike, name, error, number):
-    """Rank 2 is interrupted while it waits for rank 1, as rank 0 does."""
+def test_the_present_or_next_call_raises_on_every_rank(interrupt, name, error, number):
+    """Rank 2 is interrupted while it waits for rank 1; rank 0 also waits for rank 1."""
     is_struck = threading.Event()
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
 
     def body(backend):
         backend.barrier()
         if backend.rank == 2:
-            strike(error, number)
+            interrupt(error, number)
             with pytest.raises(type(error)):
                 COLLECTIVES[name](backend)
             is_struck.set()
@@ -107,12 +107,12 @@ def test_every_rank_s_present_or_next_call_raises(strike, name, error, number):
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_rank_may_be_interrupted_when_all_have_come(strike, name):
-    """The others may complete the collective, and raise in the next."""
+def test_a_rank_that_is_interrupted_after_all_have_arrived(interrupt, name):
+    """The others may complete the collective; then they raise in the next one."""
 
     def body(backend):
         if backend.rank == 0:
-            strike(KeyboardInterrupt())
+            interrupt(KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 COLLECTIVES[name](backend)
         ended = after(backend, COLLECTIVES[name])
@@ -123,8 +123,8 @@ def test_a_rank_may_be_interrupted_when_all_have_come(strike, name):
     run_in_threads(2, body)
 
 
-def test_ranks_that_wait_elsewhere_are_told_and_may_go_on_with_shrink(monkeypatch):
-    """In the root world, in another group and for a message."""
+def test_ranks_in_other_waits_raise_and_may_shrink(monkeypatch):
+    """They wait in the root world, in another group, and for a message."""
 
     def body(backend):
         group = backend.split(backend.rank // 2)
@@ -148,7 +148,7 @@ def test_ranks_that_wait_elsewhere_are_told_and_may_go_on_with_shrink(monkeypatc
     assert run_in_threads(4, body, timeout=10) == [(4, 4.0)] * 4
 
 
-def test_works_under_way_on_the_rank_itself_do_not_go_on(strike):
+def test_pending_works_of_the_interrupted_rank_fail(interrupt):
     is_issued = threading.Event()
 
     def body(backend):
@@ -156,7 +156,7 @@ def test_works_under_way_on_the_rank_itself_do_not_go_on(strike):
         first = backend.all_reduce_async(mine)
         if backend.rank == 0:
             assert is_issued.wait(10)
-            strike(KeyboardInterrupt())
+            interrupt(KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 backend.barrier()
             error = after(backend, lambda _: first.wait())
@@ -169,13 +169,13 @@ def test_works_under_way_on_the_rank_itself_do_not_go_on(strike):
     run_in_threads(2, body)
 
 
-def test_a_training_step_that_is_tried_again_raises_what_ended_the_world(strike):
+def test_a_repeated_training_step_raises_the_error_of_the_world(interrupt):
     def body(backend):
         model = as_distributed(nn.MLP([3, 1], seed=0), backend, "ddp")
         optimizer = as_distributed(optimizers.SGD(learning_rate=1e-3), backend, "ddp")
         x = np.ones((4, 3))
         if backend.rank == 1:
-            strike(MemoryError("4 GiB"))
+            interrupt(MemoryError("4 GiB"))
             with pytest.raises(MemoryError):
                 optimizer.step(model, x, x[:, :1])
         for _ in range(2):
@@ -210,13 +210,13 @@ def test_refused_arguments_and_mismatches_leave_the_world_usable():
     assert run_in_threads(3, body) == [3.0] * 3
 
 
-def test_a_world_of_one_goes_on(strike):
+def test_a_world_of_one_goes_on(interrupt):
     def body(backend):
-        strike(KeyboardInterrupt())
+        interrupt(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             backend.all_reduce(np.ones(1))
         alone = backend.split(0)
-        strike(AlarmError())
+        interrupt(AlarmError())
         with pytest.raises(AlarmError):
             alone.barrier()
         return float(alone.all_reduce(np.ones(1))[0]), float(backend.all_reduce(np.ones(1))[0])
@@ -224,16 +224,16 @@ def test_a_world_of_one_goes_on(strike):
     assert run_in_threads(1, body) == [(1.0, 1.0)]
 
 
-def test_a_struck_call_that_had_no_number_can_be_made_again(monkeypatch):
+def test_a_call_interrupted_before_its_number_can_be_repeated(monkeypatch):
     def body(backend):
         if backend.rank == 1:
             record = backend.status.record
 
-            def struck(*_):
+            def interrupted(*_):
                 backend.status.record = record
                 raise KeyboardInterrupt
 
-            backend.status.record = struck
+            backend.status.record = interrupted
             with pytest.raises(KeyboardInterrupt):
                 backend.barrier()
         return float(backend.all_reduce(np.ones(1))[0])
@@ -260,7 +260,7 @@ IN_ROUNDS = {
 
 @pytest.fixture(params=["rows", "messages", "two nodes"])
 def make_world(request, backend, monkeypatch):
-    """A function that makes a world of these ranks, whose rounds are short."""
+    """Return a function that makes a world of these ranks with short rounds."""
     if backend.world_size == 1:
         pytest.skip("a world of one goes on")
     if not FULL and "Open MPI" in backend._mpi.Get_library_version():
@@ -279,8 +279,8 @@ def make_world(request, backend, monkeypatch):
     return make
 
 
-class Struck(Waitable):
-    """What is tested when the exception comes."""
+class InterruptedWait(Waitable):
+    """An event whose test raises the exception."""
 
     def __init__(self, error):
         self.error = error
@@ -290,7 +290,7 @@ class Struck(Waitable):
 
 
 def counted(steps, waits):
-    """The same steps; ``waits`` grows by each."""
+    """Yield the same steps, and append each to ``waits``."""
     try:
         while True:
             waits.append(next(steps))
@@ -299,13 +299,13 @@ def counted(steps, waits):
         return stop.value
 
 
-def struck_steps(steps, number, error, *, inside):
-    """The same steps, of which one raises: after the n-th wait, or in the one after that."""
+def interrupted_steps(steps, number, error, *, inside):
+    """Yield the same steps; one raises after the n-th wait, or in the wait after that."""
     for _ in range(number):
         yield next(steps)
     if not inside:
         next(steps)
-        yield Struck(error)
+        yield InterruptedWait(error)
     elif number:
         steps.throw(error)
     raise error
@@ -313,7 +313,7 @@ def struck_steps(steps, number, error, *, inside):
 
 @pytest.fixture
 def change_steps(monkeypatch):
-    """Let the next collective of this rank take what a function makes of its steps."""
+    """Return a function that changes the steps of the next collective of this rank."""
     original = Work.__init__
 
     def arm(change):
@@ -327,9 +327,9 @@ def change_steps(monkeypatch):
 
 
 def assert_ended(own, odd, what, name, call, world=None):
-    """That every rank's next call raises, and says what became of the world; return its seconds.
+    """Check that the next call of every rank raises the right error; return its seconds.
 
-    The next is in ``world``, by default in ``own``; those after it are in ``own``.
+    The next call is in ``world``, by default in ``own``; those after it are in ``own``.
     """
     started = time.monotonic()
     ended = after(world or own, call, BUSY_SECONDS)
@@ -362,7 +362,7 @@ ERRORS = [KeyboardInterrupt(), MemoryError("4 GiB"), AlarmError("10 s")]
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "waiting"])
 @pytest.mark.parametrize("case", STRUCK if FULL else SAMPLE)
 def test_the_world_ends_on_every_process(backend, make_world, change_steps, case, inside):
-    """Before the header, while ranks wait for headers, at fences and between rounds."""
+    """The interruption comes before the header, during waits, at fences and between rounds."""
     name, call = case.removesuffix(", in rounds"), STRUCK[case]
     own, odd = make_world(), backend.world_size - 1
     waits = []
@@ -379,7 +379,7 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, case
         own.barrier()
         if own.rank == odd:
             change_steps(
-                lambda steps, number=number, error=error: struck_steps(
+                lambda steps, number=number, error=error: interrupted_steps(
                     steps, number, error, inside=inside
                 )
             )
@@ -391,7 +391,7 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, case
     assert backend.all_reduce(np.ones(1))[0] == backend.world_size
 
 
-class StruckComm:
+class InterruptedComm:
     """A communicator; a signal comes as ``MPI_Comm_split`` is called, or as it has returned."""
 
     def __init__(self, comm, when):
@@ -413,7 +413,7 @@ class StruckComm:
 @pytest.mark.mpi
 @pytest.mark.parametrize("of_group", [False, True], ids=["of the world", "of a group"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_no_rank_is_left_in_a_split_that_blocks(backend, make_world, when, of_group):
+def test_an_interrupted_split_leaves_no_rank_blocked(backend, make_world, when, of_group):
     def ring(*_):
         raise AlarmError
 
@@ -423,7 +423,7 @@ def test_no_rank_is_left_in_a_split_that_blocks(backend, make_world, when, of_gr
     before = signal.signal(signal.SIGALRM, ring)
     try:
         if own.rank == odd:
-            world._group.comm = StruckComm(world._group.comm, when)
+            world._group.comm = InterruptedComm(world._group.comm, when)
             with pytest.raises(AlarmError):
                 world.split(0)
     finally:
@@ -434,8 +434,8 @@ def test_no_rank_is_left_in_a_split_that_blocks(backend, make_world, when, of_gr
 
 
 @pytest.mark.mpi
-def test_a_training_step_that_is_tried_again_tells_the_others(backend, make_world, change_steps):
-    """The step waits again for the reduction that the exception cut off."""
+def test_a_repeated_training_step_notifies_the_others(backend, make_world, change_steps):
+    """The repeated step waits again for the reduction that the exception interrupted."""
     own, odd = make_world(), backend.world_size - 1
     model = as_distributed(nn.MLP([8, 40, 1], seed=0), own, "ddp")
     optimizer = as_distributed(optimizers.SGD(learning_rate=1e-3), own, "ddp")
@@ -447,7 +447,7 @@ def test_a_training_step_that_is_tried_again_tells_the_others(backend, make_worl
     step(own)
     own.barrier()
     if own.rank == odd:
-        change_steps(lambda steps: struck_steps(steps, 1, AlarmError("10 s"), inside=False))
+        change_steps(lambda steps: interrupted_steps(steps, 1, AlarmError("10 s"), inside=False))
         with pytest.raises(AlarmError):
             step(own)
     is_in_rows = isinstance(own._group.channel, RowChannel)
@@ -456,10 +456,8 @@ def test_a_training_step_that_is_tried_again_tells_the_others(backend, make_worl
 
 
 @pytest.mark.mpi
-def test_what_cuts_off_another_collective_during_a_wait_is_raised_at_once(
-    backend, make_world, change_steps
-):
-    """The others issue the second only after the first, which this rank does not complete."""
+def test_an_interruption_of_another_collective_is_raised_at_once(backend, make_world, change_steps):
+    """The others issue the second collective after the first, which this rank never completes."""
     is_armed = threading.Event()
 
     class Late(Waitable):
@@ -491,12 +489,12 @@ def test_what_cuts_off_another_collective_during_a_wait_is_raised_at_once(
 
 
 @pytest.mark.mpi
-def test_the_next_message_of_a_rank_that_was_cut_off_tells_the_others(
+def test_the_next_message_of_an_interrupted_rank_notifies_the_others(
     backend, make_world, change_steps
 ):
     own, odd = make_world(), backend.world_size - 1
     if own.rank == odd:
-        change_steps(lambda steps: struck_steps(steps, 0, AlarmError("10 s"), inside=False))
+        change_steps(lambda steps: interrupted_steps(steps, 0, AlarmError("10 s"), inside=False))
         with pytest.raises(AlarmError):
             own.barrier()
         for call in (lambda: own.receive(0, 1), lambda: own.send(np.ones(1), 0)):
@@ -512,23 +510,21 @@ def test_the_next_message_of_a_rank_that_was_cut_off_tells_the_others(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("end", ["__enter__", "__exit__"])
-def test_an_exception_as_a_wait_begins_or_ends_leaves_no_wait_to_the_watchdog(
-    backend, monkeypatch, end
-):
-    """The world goes on after a receive that was interrupted, and so must the job."""
+def test_an_exception_at_either_end_of_a_wait_leaves_no_wait_behind(backend, monkeypatch, end):
+    """After an interrupted receive the world goes on, so the watchdog must not end the job."""
     if backend.world_size == 1:
         pytest.skip("needs two ranks")
     enter = Wait.__enter__
 
-    def struck(wait, *_):
+    def interrupted(wait, *_):
         if end == "__enter__":
             enter(wait)
         raise AlarmError
 
     if backend.rank == 0:
         with monkeypatch.context() as patch:
-            patch.setattr(Wait, end, struck)
-            patch.setattr(Backoff, "pause", struck)  # no message comes to end the wait
+            patch.setattr(Wait, end, interrupted)
+            patch.setattr(Backoff, "pause", interrupted)  # no message comes to end the wait
             with pytest.raises(AlarmError):
                 backend.receive(1, 1)
         assert watchdog.waits == []
@@ -540,10 +536,10 @@ def test_an_exception_as_a_wait_begins_or_ends_leaves_no_wait_to_the_watchdog(
 
 
 @pytest.mark.mpi
-def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
+def test_an_interrupted_rank_that_leaves_notifies_the_others(make_world, change_steps):
     own = make_world()
     if own.rank == 0:
-        change_steps(lambda steps: struck_steps(steps, 0, KeyboardInterrupt(), inside=False))
+        change_steps(lambda steps: interrupted_steps(steps, 0, KeyboardInterrupt(), inside=False))
         with pytest.raises(KeyboardInterrupt):
             own.all_reduce(np.ones(6))
     else:
@@ -554,8 +550,8 @@ def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
 @pytest.mark.mpi
 @pytest.mark.skipif(not FULL, reason="strikes at random moments: run with --full")
 @pytest.mark.parametrize("name", ["barrier", "allocate_shared", "split", *IN_ROUNDS])
-def test_an_alarm_of_the_script(backend, make_world, name):
-    """It strikes wherever the rank is just then; between two calls it does no harm."""
+def test_an_alarm_of_the_script_at_any_moment(backend, make_world, name):
+    """The alarm comes at any moment; between two calls it has no effect on the world."""
     call = {**COLLECTIVES, **IN_ROUNDS}[name]
 
     is_over = threading.Event()

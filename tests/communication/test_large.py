@@ -1,4 +1,4 @@
-"""Arrays beyond what a C int counts: more than 2**31 bytes, and more than 2**31 elements."""
+"""Arrays too large for a C int: more than 2**31 bytes, and more than 2**31 elements."""
 
 import functools
 import os
@@ -28,12 +28,12 @@ by_dtype = pytest.mark.parametrize("dtype", ["uint8", "float64"])
 
 @functools.cache
 def pattern(salt, dtype):
-    """What stands again and again in the array that ``salt`` names; sums of two are exact."""
+    """Return the block that the array of ``salt`` repeats; sums of two such are exact."""
     return np.random.default_rng(salt).integers(0, 100, STEP, np.uint8).astype(dtype)
 
 
 def fill(array, salt, start=0):
-    """Write what belongs at ``start ..`` of the array that ``salt`` names."""
+    """Write the elements from ``start`` on of the array of ``salt``."""
     repeated = pattern(salt, array.dtype)
     head = min(-start % STEP, array.size)
     array[:head] = repeated[start % STEP :][:head]
@@ -41,16 +41,16 @@ def fill(array, salt, start=0):
     array[head : head + blocks * STEP].reshape(blocks, STEP)[...] = repeated
     tail = array[head + blocks * STEP :]
     tail[...] = repeated[: tail.size]
-    # A number of its own tells each block from its neighbours.
+    # Each block has a number of its own, and so differs from its neighbours.
     numbers = array[head::STEP]
     numbers[...] = (-(-start // STEP) + np.arange(numbers.size)) % 251
     return array
 
 
 def check(array, *salts, start=0):
-    """Refuse what is not the sum of the arrays that ``salts`` name, from ``start`` on."""
+    """Check that elements from ``start`` on are the sum of the arrays of ``salts``."""
     scratch = np.empty(STEP, array.dtype)
-    # Blocks all over the array, and those at both sides of each place where it may be cut.
+    # Blocks all over the array, and those on both sides of each possible cut.
     lows = {*range(0, array.size, 7 * STEP), max(0, array.size - STEP)}
     lows |= {max(0, at - STEP // 2) for at in range(0, array.size, 2**25)}
     for low in sorted(lows):
@@ -68,7 +68,7 @@ def patient(backend):
 
 
 def own_array(backend, path, dtype, salt):
-    """More than 2**31 bytes, in memory that the node shares where the path has such."""
+    """Return more than 2**31 bytes, in shared memory if the transport has it."""
     length = NBYTES // np.dtype(dtype).itemsize
     if path != "messages":
         shared = backend.allocate_shared(length * backend.world_size, dtype)
@@ -108,7 +108,7 @@ def test_reduce_scatter(backend, path, dtype):
 @pytest.mark.parametrize("large", [0, 1])
 @in_worlds(2)
 def test_all_gather(backend, path, dtype, large):
-    """One rank's array alone is large: the next one's begins far out."""
+    """One rank's array is large, so that the next rank's begins beyond 2**31."""
     patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     rows = [length if rank == large else FEW for rank in range(2)]
@@ -163,7 +163,7 @@ def test_gather(backend, dtype, large):
 @pytest.mark.parametrize("large", [0, 1])
 @in_worlds(2)
 def test_all_to_all(backend, dtype, large):
-    """Rank 0 keeps much or sends much; what follows begins far out."""
+    """Rank 0 keeps or sends a large part, so that the next part begins beyond 2**31."""
     patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     sizes = [[length if target == large else FEW for target in range(2)], [FEW, FEW]]

@@ -1,4 +1,4 @@
-"""Worlds that end at different times leave nothing behind for the next."""
+"""Worlds whose ranks leave at different times leave no message to the next world."""
 
 import time
 
@@ -10,7 +10,7 @@ from mpishard.communication import MPICommunicationBackend
 pytestmark = pytest.mark.mpi
 
 
-def test_a_late_rank_finds_no_notice_of_a_world_that_has_ended(backend):
+def test_a_late_rank_receives_no_notice_of_an_earlier_world(backend):
     last = backend.world_size - 1
     for _ in range(3):
         backend.barrier()
@@ -29,9 +29,7 @@ def test_a_late_rank_finds_no_notice_of_a_world_that_has_ended(backend):
 
 
 @pytest.mark.parametrize("arena", ["auto", "off"])
-def test_a_collective_that_one_rank_alone_began_and_nobody_waits_for(
-    backend, arena, monkeypatch, capfd
-):
+def test_an_unawaited_collective_of_one_rank(backend, arena, monkeypatch, capfd):
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     odd = backend.world_size - 1
     if odd == 0:
@@ -57,7 +55,7 @@ def test_a_collective_that_one_rank_alone_began_and_nobody_waits_for(
 
 
 def test_messages_of_a_rank_that_has_left_are_still_received(backend):
-    """Its notice comes while the data of the first are under way."""
+    """The notice of the rank arrives while the data of its first message are under way."""
     sizes = 3_000_000, 10
     with MPICommunicationBackend(backend._comm) as world:
         if world.rank == 0:
@@ -74,7 +72,7 @@ def test_messages_of_a_rank_that_has_left_are_still_received(backend):
 
 
 @pytest.mark.parametrize("arena", ["auto", "off"])
-def test_collectives_of_all_ranks_that_nobody_waits_for(backend, arena, monkeypatch, capfd):
+def test_unawaited_collectives_of_all_ranks(backend, arena, monkeypatch, capfd):
     monkeypatch.setenv("MPISHARD_ARENA", arena)
     begun = []
     with MPICommunicationBackend(backend._comm) as world:

@@ -1,4 +1,4 @@
-"""The facade: one backend for each rank that gives one, and the backend's own answers."""
+"""`CommunicationManager`: one backend for each rank that sets one, and its results."""
 
 import threading
 
@@ -23,14 +23,14 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_works_before_initialize(call):
+def test_calls_before_initialize_are_refused(call):
     assert Manager.is_initialized is False
     with pytest.raises(NotInitializedError, match=r"CommunicationManager\.initialize\(backend\)"):
         call()
 
 
 @in_worlds(1, 2, 3)
-def test_every_rank_has_its_own(backend):
+def test_every_rank_has_its_own_backend(backend):
     assert not Manager.is_initialized
     Manager.initialize(backend)
     rank, size = backend.rank, backend.world_size
@@ -61,7 +61,7 @@ def test_every_rank_has_its_own(backend):
 
 
 @in_worlds(1, 2)
-def test_what_it_refuses(backend):
+def test_wrong_arguments_of_the_manager_are_refused(backend):
     for wrong in (None, "mpi", ms.InMemoryCommunicationBackend):
         with pytest.raises(TypeError, match="must be a CommunicationBackend"):
             Manager.initialize(wrong)
@@ -85,7 +85,7 @@ def test_what_it_refuses(backend):
         Manager.get_rank()
 
 
-def test_it_initialises_the_backend_and_can_begin_anew():
+def test_the_manager_initialises_its_backend_and_may_begin_again():
     for environment in ("manager_a", "manager_b"):
         backend = ms.InMemoryCommunicationBackend(0, 1, environment)
         Manager.initialize(backend)
@@ -94,7 +94,7 @@ def test_it_initialises_the_backend_and_can_begin_anew():
         assert not backend.is_initialized
 
 
-def test_other_threads_have_none():
+def test_other_threads_have_no_backend():
     seen = []
     Manager.initialize(ms.InMemoryCommunicationBackend(0, 1, "manager_threads"))
     try:

@@ -1,4 +1,4 @@
-"""What only threads in one process can get wrong: shared arrays, Ctrl-C, log messages."""
+"""Edge cases of threads in one process: shared arrays, Ctrl-C, log messages."""
 
 import logging
 import signal
@@ -16,7 +16,7 @@ from mpishard.testing.worlds import in_worlds
 
 
 @in_worlds(1, 2, 3, 4, 6, 7)
-def test_all_gather_from_anywhere_in_out(backend):
+def test_all_gather_of_an_array_anywhere_in_out(backend):
     for place in range(backend.world_size):
         buffer = np.zeros(2 * backend.world_size)
         mine = buffer[2 * place : 2 * place + 2]
@@ -41,16 +41,16 @@ def test_read_only_results_are_refused_before_anything_is_sent(backend):
 
 @pytest.fixture
 def ctrl_c():
-    """As at a terminal: what a shell starts in the background ignores it."""
+    """Let Ctrl-C interrupt, as at a terminal; a shell's background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("returned", [[], [0], [0, 1]])
-def test_ctrl_c_reaches_the_ranks_that_are_left(returned, ctrl_c):
+def test_ctrl_c_reaches_the_remaining_ranks(returned, ctrl_c):
     ended = threading.Event()
-    told = []
+    messages = []
 
     def body(backend):
         if backend.rank in returned:
@@ -67,14 +67,14 @@ def test_ctrl_c_reaches_the_ranks_that_are_left(returned, ctrl_c):
         try:
             backend.receive(2, 1)
         except PeerError as error:
-            told.append(str(error))
+            messages.append(str(error))
             ended.set()
             raise
 
     with pytest.raises(KeyboardInterrupt):
         run_in_threads(4, body, timeout=20)
     assert ended.wait(5)
-    assert "KeyboardInterrupt" in told[0]
+    assert "KeyboardInterrupt" in messages[0]
 
 
 def test_a_rank_that_left_and_then_fails():
@@ -99,7 +99,7 @@ def test_an_interrupt_after_rank_0_has_returned_is_not_masked(monkeypatch):
         run_in_threads(2, lambda backend: time.sleep(0.05))  # it is joined while it runs
 
 
-def test_a_world_has_a_rank():
+def test_a_world_without_ranks_is_refused():
     with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):
         run_in_threads(0, lambda backend: None)
 
@@ -109,8 +109,8 @@ def test_log_level_of_the_environment(monkeypatch, caplog):
     before = logger.level
     try:
         monkeypatch.setenv("MPISHARD_LOG", "info")
-        run_in_threads(1, lambda backend: logger.info("heard"))
-        assert "heard" in caplog.text
+        run_in_threads(1, lambda backend: logger.info("logged"))
+        assert "logged" in caplog.text
         monkeypatch.setenv("MPISHARD_LOG", "verbose")
         with pytest.raises(ValueError, match="MPISHARD_LOG must be debug, info"):
             run_in_threads(1, lambda backend: None)

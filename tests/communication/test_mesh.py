@@ -1,4 +1,4 @@
-"""Ranks in a grid: the documented arithmetic, and groups that talk."""
+"""Ranks in a grid: the documented arithmetic, and collectives in its groups."""
 
 from itertools import permutations, product
 
@@ -34,7 +34,7 @@ def test_the_documented_example():
         assert data == rank % 8
 
 
-def test_any_order_is_undone():
+def test_coordinates_invert_rank_of_in_any_order():
     for order in (*permutations(AXES), *permutations(ALL)):
         replicas = 2 if "replica" in order else 1
         grid = Grid((2, 3, 4), order, replicas)
@@ -51,7 +51,7 @@ def test_any_order_is_undone():
 @pytest.mark.parametrize("order", [AXES, ("pipeline", "data", "tensor"), ALL[::-1]])
 @pytest.mark.parametrize("replicas", [1, 2])
 @in_worlds(1, 2, 3, 4, 6, 8, 12)
-def test_groups_hold_whom_the_arithmetic_says(backend, order, replicas):
+def test_groups_have_the_ranks_of_the_arithmetic(backend, order, replicas):
     world_size = backend.world_size // replicas
     sizes = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (3, 2), 8: (2, 2), 12: (2, 3)}
     if world_size * replicas != backend.world_size:
@@ -70,7 +70,7 @@ def test_groups_hold_whom_the_arithmetic_says(backend, order, replicas):
     assert mesh.model.all_gather(me).tolist() == batch
     assert mesh.model_size == len(batch) == len(set(batch))
     one = [rank for rank in range(backend.world_size) if mesh.replica_of(rank) == mesh.replica_rank]
-    assert mesh.together.all_gather(me).tolist() == one
+    assert mesh.group.all_gather(me).tolist() == one
     assert mesh.replica_size == len(one) == world_size
     dealt = [
         mesh.rank_of(*place[:2], data, replica)
@@ -84,16 +84,16 @@ def test_groups_hold_whom_the_arithmetic_says(backend, order, replicas):
         ]
 
 
-def test_a_group_that_is_there_is_not_split_off_again():
+def test_groups_of_the_same_ranks_are_shared():
     def body(backend):
         plain = ProcessMesh(backend, replica=2)
-        assert plain.together is plain.data
+        assert plain.group is plain.data
         assert plain.samples is backend
         rows = ProcessMesh(backend, tensor=2, replica=2)
-        assert rows.model is rows.together
+        assert rows.model is rows.group
         assert rows.samples is rows.replica
         one = ProcessMesh(backend, tensor=2)
-        assert one.together is backend
+        assert one.group is backend
         assert one.samples is one.data
         assert one.replica is one.pipeline
         return rows.describe(), rows.replica.label
@@ -122,12 +122,12 @@ def test_a_group_that_is_there_is_not_split_off_again():
         ((1, 2, 2, 2), ValueError, "x data 2 = 4, and each of the 2 replicas has 2 ranks"),
     ],
 )
-def test_refuses_sizes_that_are_not_the_world(sizes, error, words):
+def test_sizes_that_do_not_make_up_the_world_are_refused(sizes, error, words):
     with pytest.raises(error, match=words):
         mesh_sizes(4, *sizes)
 
 
-def test_refuses_other_things():
+def test_other_wrong_arguments_of_a_mesh_are_refused():
     with pytest.raises(TypeError, match="CommunicationBackend, got int"):
         ProcessMesh(3)
 
@@ -163,7 +163,7 @@ def test_refuses_other_things():
     ],
 )
 @in_worlds(2, 4)
-def test_ranks_that_ask_for_different_meshes_are_all_told(backend, first, others, words):
+def test_meshes_that_differ_are_refused_on_all_ranks(backend, first, others, words):
     with pytest.raises(ValueError, match=words):
         ProcessMesh(backend, **(others if backend.rank else first))
     assert ProcessMesh(backend).data_size == backend.world_size

@@ -1,4 +1,4 @@
-"""Calls that do not belong together: found on all ranks, before any rank's data is touched."""
+"""Mismatched calls: refused on all ranks, before any rank's data are changed."""
 
 import inspect
 import os
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import Kind
+from mpishard.communication.contract.call import CollectiveKind
 from mpishard.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 from mpishard.testing.refusals import COLLECTIVES, MISMATCHES, Arguments, Ask, refusal
 from mpishard.testing.worlds import in_worlds
@@ -45,9 +45,9 @@ def refuse_all(backend, method, odd_rank, place, *, twin):
         else:
             message = refusal(backend, ask, odd_rank, twin=twin, what=what)  # line + 4
         assert f"do not match in {mismatch.difference}" in message, f"{what}: {message}"
-        for rank, said in enumerate(message.splitlines()[1:]):
+        for rank, text in enumerate(message.splitlines()[1:]):
             place_called = line + (2 if rank == odd_rank else 4)
-            assert f" at {__file__}:{place_called} " in f"{said} ", f"{what}: {said}"
+            assert f" at {__file__}:{place_called} " in f"{text} ", f"{what}: {text}"
         arguments.check(what)
         total = backend.all_reduce(np.full(LENGTHS[place], 1.0))
         assert (total == backend.world_size).all(), f"the collective after {what}"
@@ -57,9 +57,9 @@ def refuse_all(backend, method, odd_rank, place, *, twin):
 @pytest.mark.parametrize("odd", ["first", "last"])
 @pytest.mark.parametrize("method", COLLECTIVES)
 @in_worlds(2, 3, 4)
-def test_found_on_all_ranks(backend, method, odd, place):
+def test_a_mismatch_is_found_on_all_ranks(backend, method, odd, place):
     odd_rank = 0 if odd == "first" else backend.world_size - 1
-    # The twin has the same steps; what is blocking is quick about little on its own.
+    # The twin has the same steps. Small blocking calls have a quick way of their own.
     twins = (False, True) if FULL or (place == "small" and odd == "last") else (odd == "first",)
     for twin in twins:
         refuse_all(backend, method, odd_rank, place, twin=twin)
@@ -67,8 +67,8 @@ def test_found_on_all_ranks(backend, method, odd, place):
 
 @pytest.mark.parametrize("method", COLLECTIVES)
 @in_worlds(4)
-def test_found_in_groups(backend, method):
-    """In one of two groups side by side; the other, and their world, know nothing of it."""
+def test_a_mismatch_in_a_group_is_found_there_alone(backend, method):
+    """The mismatch is in one of two groups; the other group and the world go on."""
     group = backend.split(backend.rank % 2, key=-backend.rank)
     if backend.rank % 2:
         refuse_all(group, method, 1, "small", twin=False)
@@ -98,14 +98,14 @@ def test_every_collective_has_its_mismatches():
         "split": kind,
         "allocate_shared": kind | {"shape", "dtype"},
     }
-    assert set(COLLECTIVES) == {k.label for k in Kind} - {"leave"}
+    assert set(COLLECTIVES) == {k.label for k in CollectiveKind} - {"leave"}
     assert len([m for m in MISMATCHES if m.is_of_kind]) == 10 * 9
 
 
 @pytest.mark.parametrize("length", [3, 700])
 @in_worlds(2, 3, 4)
 def test_order(backend, length):
-    """One rank makes two calls the other way round: both are refused, and what follows is not."""
+    """One rank swaps two calls: both are refused, and later calls succeed."""
     odd = backend.rank == 0
     for first, second in (("all_reduce", "all_gather"), ("barrier", "all_to_all")):
         arguments = Arguments(backend, length)
@@ -129,8 +129,8 @@ def test_order(backend, length):
 
 @pytest.mark.parametrize("odd", ["first", "last"])
 @in_worlds(2, 3, 4)
-def test_one_call_more(backend, odd):
-    """The call that one rank makes too often meets the others' next one."""
+def test_one_extra_call(backend, odd):
+    """The extra call of one rank is compared with the next call of the others."""
     odd_rank = 0 if odd == "first" else backend.world_size - 1
     for length in (3, 700):
         array = np.ones(length)
@@ -145,8 +145,8 @@ def test_one_call_more(backend, odd):
 
 
 @pytest.mark.parametrize("length", [3, 700])
-def test_one_call_more_at_the_end(length):
-    """There is no next call of the others: they have left."""
+def test_one_extra_call_at_the_end(length):
+    """The others make no further call, because they have left."""
 
     def body(backend):
         backend.all_reduce(np.ones(length))
@@ -159,8 +159,8 @@ def test_one_call_more_at_the_end(length):
 
 
 @in_worlds(2, 3, 4)
-def test_arrays_where_none_are_looked_at(backend):
-    """What a rank that is not root passes to scatter is ignored; to broadcast, it is not."""
+def test_arrays_that_a_collective_ignores(backend):
+    """An array of a rank that is not the root is ignored by scatter, but not by broadcast."""
     rank, world = backend.rank, backend.world_size
     mine = np.ones((3, world), np.int8) if rank else np.arange(2.0 * world)
     piece = backend.scatter(mine)
@@ -175,8 +175,8 @@ def test_arrays_where_none_are_looked_at(backend):
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("odd", ["first", "last"])
 @in_worlds(2, 3, 4)
-def test_rows_of_out(backend, odd, twin):
-    """The rows that the others send are known when they have: all ranks are told."""
+def test_wrong_rows_of_out_are_refused_on_all_ranks(backend, odd, twin):
+    """The rows of the other ranks are known only from their headers, so all ranks raise."""
     odd_rank = 0 if odd == "first" else backend.world_size - 1
     world = backend.world_size
     for length in (2, 500):
@@ -196,8 +196,8 @@ def test_rows_of_out(backend, odd, twin):
 
 
 @in_worlds(2, 3, 4)
-def test_several_under_way(backend):
-    """One of many is refused, wherever it stands, and no other."""
+def test_one_mismatch_among_several_works(backend):
+    """One work of several is refused, at any position, and no other."""
     world = backend.world_size
     for bad in (0, 4, 9):
         works = []
@@ -215,8 +215,8 @@ def test_several_under_way(backend):
 
 
 @in_worlds(2, 3)
-def test_without_checks_what_has_a_header_is_checked(backend):
-    """``check_collectives = False`` lets pass what is stated, and nothing else."""
+def test_calls_with_a_header_are_checked_also_without_checks(backend):
+    """``check_collectives = False`` accepts the documented mismatches, and no others."""
     backend.check_collectives = False
     for mismatch in MISMATCHES:
         if mismatch.is_of_kind or mismatch.collective in ("all_reduce", "reduce_scatter"):
@@ -227,8 +227,8 @@ def test_without_checks_what_has_a_header_is_checked(backend):
         arguments.check(str(mismatch))
 
 
-def test_groups_in_another_order():
-    """Two worlds that are called in two orders wait for each other: every rank is told so."""
+def test_groups_called_in_another_order_are_reported():
+    """Two worlds that are called in two orders wait for each other: every rank raises."""
 
     def barriers(worlds):
         for world in worlds:
@@ -247,8 +247,8 @@ def test_groups_in_another_order():
 
 
 @in_worlds(2, 3)
-def test_works_of_groups_in_another_order(backend):
-    """Works of two worlds may be issued in any order."""
+def test_works_of_groups_may_be_issued_in_another_order(backend):
+    """Works of two worlds may be issued in different orders on different ranks."""
     group = backend.split(0)
     worlds = (backend, group) if backend.rank == 0 else (group, backend)
     works = [world.all_reduce_async(np.ones(700)) for world in worlds]

@@ -1,4 +1,4 @@
-"""How MPI is used: data is never pickled, the user's messages are the user's, groups run out."""
+"""The use of MPI: arrays are never pickled, messages of the user stay apart, groups run out."""
 
 import pickle
 
@@ -21,7 +21,7 @@ def mpi():
 
 @pytest.fixture
 def no_array_is_pickled(mpi, monkeypatch):
-    """mpi4py's lower-case methods, and pickle itself, refuse what holds data."""
+    """Let mpi4py's lower-case methods, and pickle itself, refuse arrays."""
     dumps = pickle.dumps
 
     def refuse(value, *arguments, **options):
@@ -54,8 +54,8 @@ def test_arrays_are_never_pickled(path, mpi, backend):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
-def test_messages_of_the_users_do_not_meet_ours(path, mpi, backend):
-    """A receive of anything from anybody takes none of ours, and ours take none of the user's."""
+def test_messages_of_the_user_are_not_mixed_with_ours(path, mpi, backend):
+    """A wildcard receive of the user gets no message of ours, and ours get none of the user's."""
     comm, rank, size = mpi.COMM_WORLD, backend.rank, backend.world_size
     following, before = (rank + 1) % size, (rank - 1) % size
     mine = np.full(4, 100.0 + rank)
@@ -87,7 +87,7 @@ def test_messages_of_the_users_do_not_meet_ours(path, mpi, backend):
 
 
 @pytest.mark.mpi
-def test_that_groups_have_run_out_is_said(mpi, backend, monkeypatch):
+def test_an_error_names_the_limit_of_groups(mpi, backend, monkeypatch):
     kept = [backend.split(0) for _ in range(2)]
 
     def refuse():

@@ -133,7 +133,7 @@ def test_conformance_without_memory_that_all_ranks_share(backend, cupy, nodes, a
             getattr(checks, f"check_{name}")(world)
 
 
-def test_conformance_where_little_counts_as_large(backend, cupy, monkeypatch):
+def test_conformance_with_a_low_limit_for_large_arrays(backend, cupy, monkeypatch):
     monkeypatch.setattr(messages, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(channel.NCCLChannel, "ROUND_BYTES", 300)
     checks = CommunicationConformance([np.dtype(np.float32)])
@@ -143,7 +143,7 @@ def test_conformance_where_little_counts_as_large(backend, cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "twins", "split"])
-def test_conformance_of_fast_sums_where_no_order_shows(backend, cupy, name):
+def test_conformance_of_fast_sums_in_checks_without_an_order(backend, cupy, name):
     checks = CommunicationConformance([np.dtype(np.int32), np.dtype(np.float16)])
     with OnGPU(backend._comm, reductions="fast") as world:
         getattr(checks, f"check_{name}")(world)

@@ -109,7 +109,7 @@ def test_movement(world, gpus, length):
 
 
 def test_a_rank_can_send_to_itself_in_a_group_of_calls(world, gpus, length):
-    """The messages of "exact", of which a world of one has none."""
+    """Messages to itself stand in for those of "exact", of which a world of one has none."""
     sent, received = (
         gpus.asarray(contribution(0, "float32", length)),
         gpus.zeros(length, np.float32),

@@ -12,7 +12,7 @@ from mpishard.base import settings
 from mpishard.communication.contract import backoff as backoff_module
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import Backoff
-from mpishard.communication.contract.call import DTYPES, Call, Kind
+from mpishard.communication.contract.call import DTYPES, Call, CollectiveKind
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
@@ -20,7 +20,7 @@ from mpishard.communication.mpi.messages import ScratchPool
 from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 
 
-def test_scratch_is_reused_and_never_shared():
+def test_scratch_buffers_are_reused_and_never_shared():
     pool = ScratchPool()
     first, second = pool.take(100), pool.take(100)
     assert not np.may_share_memory(first, second)
@@ -39,10 +39,10 @@ def test_scratch_is_reused_and_never_shared():
     root=st.integers(-1, 5),
     operation=st.sampled_from([None, *ReductionOperation]),
 )
-def test_headers_say_what_was_written(dtype, shape, root, operation):
+def test_a_header_is_read_as_it_was_written(dtype, shape, root, operation):
     arrays = [np.full(shape, rank, np.int64).astype(dtype) for rank in range(3)]
     calls = [
-        Call.describe(Kind.ALL_GATHER, array, operation=operation, root=root, sequence=7)
+        Call.describe(CollectiveKind.ALL_GATHER, array, operation=operation, root=root, sequence=7)
         for array in arrays
     ]
     rows = [make_row(c, a) for c, a in zip(calls, arrays, strict=True)]
@@ -66,7 +66,7 @@ def test_headers_say_what_was_written(dtype, shape, root, operation):
     operation=st.sampled_from(list(ReductionOperation)),
     seed=st.integers(0, 1000),
 )
-def test_the_reducer_is_the_naive_tree(world, name, operation, seed):
+def test_the_reducer_gives_the_bits_of_the_simple_tree(world, name, operation, seed):
     dtype = next(d for d in DTYPES if d.name == name)
     generator = np.random.default_rng(seed)
     length = int(generator.integers(0, 40))
@@ -97,7 +97,7 @@ def test_cores_per_rank(ranks, expected):
 
 class TestBackoff:
     @pytest.mark.parametrize("crowded", [False, True])
-    def test_looks_round_while_it_waits(self, crowded):
+    def test_peers_are_checked_during_a_wait(self, crowded):
         looks = []
         backoff = Backoff(crowded, lambda: looks.append(time.monotonic()))
         started = time.monotonic()
@@ -109,8 +109,8 @@ class TestBackoff:
         assert len(looks) == 3
 
     @pytest.mark.parametrize("crowded", [False, True])
-    def test_looks_soon_where_each_yield_takes_long(self, monkeypatch, crowded):
-        """As on a busy machine, where it looked after 512 yields: 5 s."""
+    def test_peers_are_checked_soon_if_each_yield_takes_long(self, monkeypatch, crowded):
+        """On a busy machine a check after 512 yields would come after 5 s."""
         monkeypatch.setattr(backoff_module, "yield_processor", lambda: time.sleep(0.01))
         looks = []
         backoff = Backoff(crowded, lambda: looks.append(time.monotonic()))
@@ -119,8 +119,8 @@ class TestBackoff:
             backoff.pause()
         assert time.monotonic() - started < 1
 
-    def test_one_long_yield_is_the_last(self, monkeypatch):
-        """Other programs use the core: it is left to them in sleeps, which cost no whole turn."""
+    def test_a_rank_dozes_after_one_long_yield(self, monkeypatch):
+        """Other programs use the core: a short sleep gives it up for less time than a yield."""
         yields = []
         monkeypatch.setattr(
             backoff_module, "yield_processor", lambda: (yields.append(1), time.sleep(0.002))
@@ -135,7 +135,7 @@ class TestBackoff:
             later.pause()
         assert len(yields) == 1
 
-    def test_a_look_may_raise(self):
+    def test_a_check_may_end_the_wait_by_raising(self):
         def give_up():
             raise TimeoutError
 
@@ -161,9 +161,9 @@ class TestSettings:
 
 
 def test_every_blocking_method_has_a_twin():
-    """Of all that moves data or waits; what makes worlds and memory blocks as MPI does."""
-    makers = {Kind.SPLIT, Kind.ALLOCATE_SHARED}
-    blocking = {kind.label for kind in Kind if kind not in makers} | {"send", "receive"}
+    """Methods that make worlds or memory have none, because MPI blocks in them."""
+    makers = {CollectiveKind.SPLIT, CollectiveKind.ALLOCATE_SHARED}
+    blocking = {kind.label for kind in CollectiveKind if kind not in makers} | {"send", "receive"}
     names = {name for name in dir(CommunicationBackend) if name.endswith("_async")}
     assert names == {f"{name}_async" for name in blocking}
     for name in blocking:

@@ -1,4 +1,4 @@
-"""Headers through shared memory: rings that wrap round, ranks that run ahead, groups that end."""
+"""Headers in shared memory: rings that wrap round, ranks that are ahead, groups that end."""
 
 import os
 from pathlib import Path
@@ -30,8 +30,8 @@ def row(rank, number):
     return np.full(ROW_BYTES // 8, 1000 * rank + number, np.int64).tobytes()
 
 
-def said(rows):
-    """What `row` was given, of each rank."""
+def integers_of(rows):
+    """Return the integer that each rank gave to `row`."""
     numbers = np.frombuffer(b"".join(rows), np.int64).reshape(-1, ROW_BYTES // 8)
     assert (numbers == numbers[:, :1]).all()
     return numbers[:, 0].tolist()
@@ -39,7 +39,7 @@ def said(rows):
 
 class TestExchange:
     @pytest.mark.parametrize("world", [2, 3, 5])
-    def test_carries_rows_and_wraps_round(self, world):
+    def test_rings_carry_rows_and_wrap_round(self, world):
         boxes = exchanges(world)
         for number in range(3 * SLOTS + 5):
             posted = []
@@ -48,9 +48,9 @@ class TestExchange:
                 posted.append(boxes[rank].post(row(rank, number)))
             assert all(each.test() for each in posted)
             for each in posted:
-                assert said(each.rows) == [1000 * rank + number for rank in range(world)]
+                assert integers_of(each.rows) == [1000 * rank + number for rank in range(world)]
 
-    def test_a_rank_ahead_waits_for_room_and_overtakes_nothing(self):
+    def test_a_rank_that_is_ahead_waits_for_room(self):
         boxes = exchanges(3)
         many = 3 * SLOTS
         ahead = [boxes[0].post(row(0, number)) for number in range(many)]
@@ -64,11 +64,11 @@ class TestExchange:
                 posted[-1].test()
                 assert posted[number].done or posted[number].test()
         for posted in (ahead, behind, last):
-            assert [said(each.rows) for each in posted] == [
+            assert [integers_of(each.rows) for each in posted] == [
                 [number, 1000 + number, 2000 + number] for number in range(many)
             ]
 
-    def test_a_rank_that_reads_nothing_holds_the_others_back(self):
+    def test_a_rank_that_reads_no_row_stops_the_others(self):
         first, second = exchanges(2)
         for _ in range(SLOTS):
             first.post(row(0, 0))
@@ -83,7 +83,7 @@ class TestExchange:
         assert waiting.test() or waiting.test()
         assert latest[0].test()
 
-    def test_fences_open_when_all_have_come(self):
+    def test_a_fence_is_complete_when_all_have_reached_it(self):
         boxes = exchanges(3)
         for _ in range(2 * SLOTS):
             fences = [boxes[0].fence(), boxes[1].fence()]
@@ -97,7 +97,7 @@ class TestExchange:
 
 @pytest.mark.mpi
 class TestWorlds:
-    def test_many_are_issued_before_anybody_waits(self, backend):
+    def test_many_works_are_issued_before_the_first_wait(self, backend):
         many = 3 * SLOTS
         for _ in range(2):
             works = [
@@ -115,7 +115,7 @@ class TestWorlds:
                 for number in range(many)
             ]
 
-    def test_small_and_long_and_groups_mixed(self, backend):
+    def test_small_and_long_arrays_in_several_groups(self, backend):
         group = backend.split(0)
         world = backend.world_size
         for number in range(2 * SLOTS):
@@ -136,7 +136,7 @@ class TestWorlds:
                     assert backend.all_reduce(array) is array
                     assert (array == np.asarray(backend.world_size).astype(dtype)).all()
 
-    def test_mismatches_between_small_calls_are_told(self, backend):
+    def test_mismatches_of_small_calls_are_refused(self, backend):
         for number in range(SLOTS):
             kind = (number + backend.rank) % 2
             call = backend.barrier if kind else lambda: backend.all_reduce(np.ones(1))
@@ -146,8 +146,8 @@ class TestWorlds:
                 backend.all_reduce(np.ones(1 + kind))
             assert backend.all_reduce(np.ones(1)) == backend.world_size
 
-    def test_a_message_goes_on_while_its_sender_waits_for_others(self, backend):
-        """A long message is not sent by Isend alone, and reading memory does not call MPI."""
+    def test_a_message_advances_while_its_sender_waits(self, backend):
+        """MPI sends a long message only during later calls, and a wait at a ring calls no MPI."""
         group = backend.split(0)
         if backend.rank == 0:
             group.send(np.arange(1_000_000), 1)
@@ -155,7 +155,7 @@ class TestWorlds:
             assert group.receive(0, 1_000_000)[-1] == 999_999
         backend.barrier()
 
-    def test_many_groups_have_rings_each_and_let_them_go(self, backend):
+    def test_each_group_has_rings_and_frees_them(self, backend):
         def descriptors():
             return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -172,7 +172,7 @@ class TestWorlds:
             backend.split(0).barrier()
         assert descriptors() <= before + 6
 
-    def test_traffic_is_that_of_messages(self, backend, monkeypatch):
+    def test_rings_count_the_same_traffic_as_messages(self, backend, monkeypatch):
         def count(other):
             for length in (1, 3, 16, 17):
                 for dtype in (np.float16, np.float64):

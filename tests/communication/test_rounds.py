@@ -86,7 +86,7 @@ def test_adversarial_values(world):
         assert_same(world.all_reduce(mine), tree_reduce(data, SUM))
 
 
-def test_pieces_of_any_lengths(world):
+def test_pieces_of_any_length(world):
     rank, ranks = world.rank, world.world_size
     for counts in (
         [0] * (ranks - 1) + [700],
@@ -105,8 +105,8 @@ def test_pieces_of_any_lengths(world):
         assert gathered is None or gathered.tobytes() == wanted.tobytes()
 
 
-def test_ranks_come_in_any_order_and_call_in_any_way(world):
-    """Blocking or not, one at a time or several, early or late: nobody reads an older array."""
+def test_ranks_arrive_in_any_order_and_block_or_not(world):
+    """Blocking or not, one or several at a time, early or late: no rank reads an old row."""
     draw = np.random.default_rng(world.rank)
     under_way = []
     for number in range(100):
@@ -132,8 +132,8 @@ def test_ranks_come_in_any_order_and_call_in_any_way(world):
             assert_same(work.wait(), expected)
 
 
-def test_many_kinds_at_once(world):
-    """Each goes round by round; no round of a later one comes in between."""
+def test_several_collectives_at_once(world):
+    """Each proceeds in rounds, and no round of a later collective comes in between."""
     lengths = [world.world_size * n + 1 for n in (65, 330, 17, 165)]
     data = [arrays(world, length, length) for length in lengths]
     sums = [tree_reduce(each, SUM) for each in data]
@@ -158,7 +158,7 @@ def test_results_that_overlap_the_array(world, shift):
         assert_same(memory[shift:], tree_reduce(data, SUM))
 
 
-def test_a_result_apart_on_one_rank_and_in_place_on_another(world):
+def test_a_result_in_place_on_some_ranks_only(world):
     for number in range(6):
         data = arrays(world, number, 700)
         mine = data[world.rank].copy()
@@ -166,7 +166,7 @@ def test_a_result_apart_on_one_rank_and_in_place_on_another(world):
         assert_same(world.all_reduce(mine, out=out), tree_reduce(data, SUM))
 
 
-def test_shared_arrays_on_one_rank_alone(world):
+def test_a_shared_array_on_one_rank_only(world):
     shared = world.allocate_shared(700, np.float64)
     if shared is None:
         pytest.skip("these ranks share no memory")
@@ -178,7 +178,7 @@ def test_shared_arrays_on_one_rank_alone(world):
         world.barrier()
 
 
-def test_a_mismatch_is_refused_and_the_next_is_right(world):
+def test_the_next_call_after_a_mismatch_succeeds(world):
     for number in range(2):
         data = arrays(world, number, 800)
         world.all_reduce(data[world.rank].copy())
@@ -192,7 +192,7 @@ def test_a_mismatch_is_refused_and_the_next_is_right(world):
 
 
 def test_without_checks_rounds_stay_in_order(world):
-    """One rank issues both at once, the other ranks one after the other."""
+    """One rank issues both at once, the others one after the other."""
     world.check_collectives = False
     data = [arrays(world, number, 1000) for number in range(2)]
     mine = [each[world.rank].copy() for each in data]

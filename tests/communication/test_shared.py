@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard import ReductionOperation, ShardLayout, run_in_threads
-from mpishard.communication.contract.arena import PRIVATE, Nodes, Regions, anonymous_memory
+from mpishard.communication.contract.arena import PRIVATE, Allocations, Nodes, anonymous_memory
 from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
 from mpishard.communication.mpi import node_memory as arena
 from mpishard.errors import CollectiveMismatchError
@@ -43,7 +43,7 @@ def own_slice(backend, length, dtype):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @in_worlds(1, 2, 3, 4, 5, 7)
-def test_the_bits_are_those_of_messages(backend, path, dtype):
+def test_shared_memory_gives_the_bits_of_messages(backend, path, dtype):
     layout_of = {n: ShardLayout(n, backend.world_size) for n in LENGTHS}
     for length in LENGTHS:
         mine, result = own_slice(backend, length, dtype), backend.allocate_shared(length, dtype)
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_messages(backend, path, dtype):
 
 @by_path
 @in_worlds(2, 3, 4)
-def test_many_at_once(backend, path):
+def test_several_reductions_at_once(backend, path):
     n = 2000
     shared = [own_slice(backend, n, np.float64) for _ in range(4)]
     for array in shared:
@@ -85,7 +85,7 @@ def test_many_at_once(backend, path):
 
 @pytest.mark.parametrize("path", ["two nodes"], indirect=True)
 @in_worlds(2, 3, 4)
-def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
+def test_long_pieces_travel_between_nodes_in_rounds(backend, path, monkeypatch):
     monkeypatch.setattr("mpishard.communication.mpi.messages.MessageChannel.ROUND_BYTES", 400)
     length = 1003
     mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
@@ -100,7 +100,7 @@ def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
 
 @by_path
 @in_worlds(2, 3, 5)
-def test_an_array_of_one_node_stands_once(backend, path):
+def test_a_shared_array_exists_once_on_each_node(backend, path):
     shared = backend.allocate_shared(1000, np.int64)
     assert not shared.any()
     backend.barrier()
@@ -116,7 +116,7 @@ def test_an_array_of_one_node_stands_once(backend, path):
 
 @by_path
 @in_worlds(2, 4, 5)
-def test_what_is_read_in_place_is_not_sent(backend, path):
+def test_data_that_are_read_in_place_are_not_sent(backend, path):
     length, width = 4000, 8
     mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
     layout, nodes = ShardLayout(length, backend.world_size), Nodes(backend.nodes, backend.rank)
@@ -144,7 +144,7 @@ def test_what_is_read_in_place_is_not_sent(backend, path):
 
 
 @in_worlds(2, 3)
-def test_views_that_lie_elsewhere_take_the_way_of_messages(backend):
+def test_arrays_of_several_allocations_are_sent(backend):
     shared = own_slice(backend, 1000, np.float64)
     shared[...] = 1
     array = shared if backend.rank == 0 else shared.copy()
@@ -153,7 +153,7 @@ def test_views_that_lie_elsewhere_take_the_way_of_messages(backend):
 
 
 @pytest.mark.mpi
-def test_results_on_top_of_what_others_read_are_refused(backend):
+def test_results_that_overlap_arrays_of_other_ranks_are_refused(backend):
     shared = backend.allocate_shared(2000 * backend.world_size, np.float64)
     mine = shared[2000 * backend.rank :][:2000]
     mine[...] = 1
@@ -184,7 +184,7 @@ def test_lengths_and_dtypes_must_agree(backend):
 
 
 @in_worlds(1, 2)
-def test_without_memory_to_share_there_is_none(backend, messages_only):
+def test_allocate_shared_returns_none_without_shared_memory(backend, messages_only):
     assert backend.allocate_shared(100, np.float64) is None
     assert backend.all_reduce(np.ones(100))[0] == backend.world_size
 
@@ -211,7 +211,7 @@ def test_ranks_of_a_node_share_memory(backend):
 
 
 @pytest.mark.mpi
-def test_memory_that_one_rank_cannot_map_serves_nobody(backend, monkeypatch):
+def test_no_rank_uses_memory_that_one_rank_cannot_map(backend, monkeypatch):
     if backend.rank == backend.world_size - 1:
 
         def refuse(*_: object) -> None:
@@ -223,7 +223,7 @@ def test_memory_that_one_rank_cannot_map_serves_nobody(backend, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM])
-def test_where_a_rank_has_nothing_left_messages_are_sent(backend, monkeypatch, code, caplog):
+def test_messages_are_used_if_descriptors_or_memory_run_out(backend, monkeypatch, code, caplog):
     def refuse(*_: object) -> None:
         raise OSError(code, "nothing left")
 
@@ -232,8 +232,8 @@ def test_where_a_rank_has_nothing_left_messages_are_sent(backend, monkeypatch, c
         monkeypatch.setattr(arena.mmap, "mmap", refuse)
     memory = backend.allocate_shared(1000, np.float64)
     assert memory is None
-    said = "ulimit -n" in caplog.text
-    assert said == (backend.rank == last and code == errno.EMFILE)
+    is_logged = "ulimit -n" in caplog.text
+    assert is_logged == (backend.rank == last and code == errno.EMFILE)
     assert (backend.all_reduce(np.ones(1000)) == backend.world_size).all()
 
 
@@ -247,41 +247,43 @@ def test_settings_without_meaning_are_refused(name, monkeypatch):
 # --------------------------------------------------------------------------------------- the parts
 
 
-def test_regions_know_their_arrays_until_the_last_is_gone():
-    regions = Regions()
-    assert regions.count == 0
+def test_an_allocation_is_known_until_its_last_array_is_gone():
+    allocations = Allocations()
+    assert allocations.count == 0
     memory = anonymous_memory(4096)
-    regions.add(memory)
+    allocations.add(memory)
     array = memory[64:128].view(np.float64)
-    assert regions.locate(array) == (0, 64)
-    assert regions.locate(np.ones(3)) == PRIVATE
-    assert regions.locate(memory) == (0, 0)
-    again = regions.view((0, 64), array)
+    assert allocations.locate(array) == (0, 64)
+    assert allocations.locate(np.ones(3)) == PRIVATE
+    assert allocations.locate(memory) == (0, 0)
+    again = allocations.view((0, 64), array)
     again[0] = 5
     assert array[0] == 5
     del memory, again
-    assert regions.locate(array) == (0, 64)
+    assert allocations.locate(array) == (0, 64)
     del array
     gc.collect()
-    assert regions.locate(np.ones(3)) == PRIVATE
-    assert not regions._regions
-    regions.add(anonymous_memory(10))
-    assert regions.count == 2, "numbers are not used again: ranks collect garbage at other times"
+    assert allocations.locate(np.ones(3)) == PRIVATE
+    assert not allocations._allocations
+    allocations.add(anonymous_memory(10))
+    assert allocations.count == 2, (
+        "numbers are not used again: ranks collect garbage at other times"
+    )
 
 
-def test_regions_may_be_found_garbage_meanwhile():
-    """Whichever allocation of `locate` it is at which the collector comes."""
+def test_allocations_may_be_collected_during_a_look_up():
+    """The collector may run at any allocation of memory in `locate`."""
     for after in range(1, 40):
         look_while_garbage_is_collected(after)
 
 
 def look_while_garbage_is_collected(after):
-    regions, kept, thresholds = Regions(), [], gc.get_threshold()
+    allocations, kept, thresholds = Allocations(), [], gc.get_threshold()
     gc.disable()
     try:
         for number in range(40):
             memory = np.zeros(64, np.uint8)
-            regions.add(memory)
+            allocations.add(memory)
             kept.append(memory)
             if number % 2:
                 cycle = [kept.pop()]
@@ -289,20 +291,20 @@ def look_while_garbage_is_collected(after):
         del memory, cycle
         gc.set_threshold(gc.get_count()[0] + after, 1, 1)
         gc.enable()
-        assert regions.locate(np.zeros(5)) == PRIVATE
+        assert allocations.locate(np.zeros(5)) == PRIVATE
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
-    assert regions.locate(kept[-1])[1] == 0
+    assert allocations.locate(kept[-1])[1] == 0
 
 
-def test_regions_may_go_in_another_thread_meanwhile():
-    regions, array = Regions(), np.ones(3)
+def test_allocations_may_be_freed_by_another_thread_during_a_look_up():
+    allocations, array = Allocations(), np.ones(3)
     stop = threading.Event()
 
     def come_and_go():
         while not stop.is_set():
-            regions.add(anonymous_memory(100))
+            allocations.add(anonymous_memory(100))
 
     thread = threading.Thread(target=come_and_go)
     interval = sys.getswitchinterval()
@@ -310,7 +312,7 @@ def test_regions_may_go_in_another_thread_meanwhile():
     thread.start()
     try:
         for _ in range(20000):
-            assert regions.locate(array) == PRIVATE
+            assert allocations.locate(array) == PRIVATE
     finally:
         stop.set()
         thread.join()
@@ -329,7 +331,7 @@ def test_complex_products_do_not_depend_on_length(dtype):
         assert one.tobytes() == whole[i : i + 1].tobytes()
 
 
-def test_who_deals_with_whom():
+def test_agents_and_clients_of_each_rank():
     nodes = [Nodes((0, 0, 1, 1, 1), rank) for rank in range(5)]
     assert [n.own for n in nodes] == [0, 0, 1, 1, 1]
     assert [n.clients for n in nodes] == [[2, 4], [3], [0], [1], []]
@@ -342,12 +344,12 @@ def test_who_deals_with_whom():
     assert len(nodes[2].subtrees(1)) == 2  # ranks 2, 3 and rank 4
 
 
-def test_who_shares():
-    def arrays_are_shared(places, numbers):
-        return Nodes(tuple(numbers), 0).arrays_are_shared([(own, PRIVATE) for own in places])
+def test_nodes_whose_arrays_and_results_are_shared():
+    def arrays_are_shared(locations, numbers):
+        return Nodes(tuple(numbers), 0).arrays_are_shared([(own, PRIVATE) for own in locations])
 
-    def results_are_shared(places, numbers):
-        return Nodes(tuple(numbers), 0).results_are_shared([(PRIVATE, out) for out in places])
+    def results_are_shared(locations, numbers):
+        return Nodes(tuple(numbers), 0).results_are_shared([(PRIVATE, out) for out in locations])
 
     assert arrays_are_shared([(0, 0), (0, 64), (3, 0)], [0, 0, 1])
     assert not arrays_are_shared([(0, 0), (1, 64), (3, 0)], [0, 0, 1])
@@ -415,7 +417,7 @@ def test_an_arena_has_a_vector_for_each_rank_of_a_node(backend):
 
 @pytest.mark.parametrize(("length", "times"), [(16, 3000), (8000, 300)])
 @in_worlds(2, 3, 4)
-def test_a_result_that_ranks_share_is_never_seen_half_done(backend, length, times):
+def test_no_rank_sees_partial_sums_in_a_shared_result(backend, length, times):
     """Every rank may write the result there: none may see the sums on the way to an average.
 
     Most often with two ranks, which read each other's rows; more ranks than cores are slow.

@@ -1,4 +1,4 @@
-"""Ranks that are lost, and the world of those that are left: on threads, and what MPI refuses."""
+"""Lost ranks and the world of the remaining ones: on threads, and refusals under MPI."""
 
 import threading
 
@@ -37,7 +37,7 @@ def lose(backend, *ranks):
         (5, [0, 3], [None, (0, 3), (1, 3), None, (2, 3)]),
     ],
 )
-def test_the_others_are_renumbered_in_order(ranks, lost, left, caplog):
+def test_the_remaining_ranks_are_renumbered_in_order(ranks, lost, left, caplog):
     def body(backend):
         heir = lose(backend, *lost)
         suite = CommunicationConformance([np.dtype(np.float32)])
@@ -45,15 +45,15 @@ def test_the_others_are_renumbered_in_order(ranks, lost, left, caplog):
         return heir.rank, heir.world_size
 
     assert ms.run_in_threads(ranks, body, on_failure="shrink") == left
-    said = [record.message for record in caplog.records]
-    assert len(said) == len(lost)
+    logged = [record.message for record in caplog.records]
+    assert len(logged) == len(lost)
     assert f"rank {lost[-1]} of {ranks} failed alone; the others may go on\nOSError: no space" in (
-        "\n".join(said)
+        "\n".join(logged)
     )
     assert not [name for name in memory._environments if name.startswith("threads-")]
 
 
-def test_one_loss_after_the_other():
+def test_two_losses_one_after_the_other():
     def body(backend):
         first = backend.rank
         for lost in (2, 0):
@@ -68,7 +68,7 @@ def test_one_loss_after_the_other():
     assert ends == [None, (1, 0, [1, 3]), None, (3, 1, [1, 3])]
 
 
-def test_what_was_before_refuses_and_says_what_to_do():
+def test_the_old_world_refuses_calls_and_names_the_fix():
     def body(backend):
         pair = backend.split(0)
         shared = backend.allocate_shared(4, np.float64)
@@ -85,7 +85,7 @@ def test_what_was_before_refuses_and_says_what_to_do():
     assert ms.run_in_threads(3, body, on_failure="shrink")[0] == [2, 2]
 
 
-def test_ranks_that_wait_hear_of_a_shrink_without_a_loss():
+def test_waiting_ranks_raise_after_a_shrink_without_a_loss():
     def body(backend):
         if backend.rank == 0:
             heir = backend.shrink()
@@ -99,7 +99,7 @@ def test_ranks_that_wait_hear_of_a_shrink_without_a_loss():
     assert ms.run_in_threads(3, body) == [(3, True)] * 3
 
 
-def test_who_came_to_its_end_is_not_waited_for():
+def test_shrink_does_not_wait_for_a_rank_that_has_ended():
     def body(backend):
         if backend.rank == 1:
             return None
@@ -110,7 +110,7 @@ def test_who_came_to_its_end_is_not_waited_for():
     assert ms.run_in_threads(3, body) == [2, None, 2]
 
 
-def test_a_rank_that_fails_late_is_not_waited_for():
+def test_shrink_does_not_wait_for_a_rank_that_fails_late():
     come = threading.Event()
 
     def body(backend):
@@ -127,7 +127,7 @@ def test_a_rank_that_fails_late_is_not_waited_for():
     assert ms.run_in_threads(3, body, on_failure="shrink") == [None, None, 1]
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_rank_that_does_not_call_shrink_is_named():
     done = threading.Event()
 
     def body(backend):
@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_is_named():
     ms.run_in_threads(2, body, timeout=0.2)
 
 
-def test_the_first_failure_is_raised_where_nobody_is_left():
+def test_the_first_failure_is_raised_if_no_rank_remains():
     def body(backend):
         raise ValueError(f"boom on {backend.rank}")
 
@@ -150,7 +150,7 @@ def test_the_first_failure_is_raised_where_nobody_is_left():
         ms.run_in_threads(2, body, on_failure="shrink")
 
 
-def test_a_group_is_not_what_is_shrunk():
+def test_shrink_of_a_group_is_refused():
     def body(backend):
         with pytest.raises(CommunicationError, match="split off another world"):
             backend.split(0).shrink()
@@ -159,7 +159,7 @@ def test_a_group_is_not_what_is_shrunk():
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_launch_begins_again_with_those_that_are_left(lost):
+def test_launch_begins_again_with_the_remaining_ranks(lost):
     begun, own = [], threading.local()
 
     def main(backend, word):
@@ -179,8 +179,8 @@ def test_launch_begins_again_with_those_that_are_left(lost):
     )
 
 
-def test_who_has_finished_goes_on_with_those_that_have_not():
-    """Rank 1 is lost when rank 0 has come to the end of ``main``: all begin again."""
+def test_finished_ranks_take_part_in_the_smaller_world():
+    """Rank 1 is lost after rank 0 has finished ``main``: all remaining ranks begin again."""
     begun, own = [], threading.local()
     finished = threading.Event()
 
@@ -208,7 +208,7 @@ def test_who_has_finished_goes_on_with_those_that_have_not():
         lambda word: ms.launch(print, on_failure=word),
     ],
 )
-def test_another_word_is_refused(call):
+def test_another_on_failure_is_refused(call):
     with pytest.raises(ValueError, match="on_failure must be 'abort' or 'shrink', got 'ignore'"):
         call("ignore")
     with pytest.raises(ValueError, match=r"on_failure must be 'abort' or 'shrink', got array\("):
@@ -222,7 +222,7 @@ def test_another_backend_is_refused(word):
             call()
 
 
-def test_mpi_that_ends_with_a_rank_is_refused(monkeypatch):
+def test_an_mpi_without_fault_tolerance_is_refused(monkeypatch):
     with pytest.raises(MPIUnavailableError, match=r"this is MPICH Version.*max-restarts"):
         check_survivable("MPICH Version:      5.0.2\nMPICH Release date: ...")
     version = "Open MPI v5.0.11, package: Open MPI\0"
@@ -233,7 +233,7 @@ def test_mpi_that_ends_with_a_rank_is_refused(monkeypatch):
     check_survivable(version)
 
 
-def test_the_launcher_is_told(tmp_path):
+def test_the_launcher_gets_the_option_of_fault_tolerance(tmp_path):
     open_mpi = Launcher(tmp_path / "mpiexec", MPILibrary("Open MPI v5.0.11"))
     command = open_mpi.command(2, ["x"], survives=True)
     assert command[1:5] == ["--with-ft", "ulfm", "-n", "2"]

@@ -40,7 +40,7 @@ def test_one_backend_for_one_process(alone):
     assert mpishard.init().is_initialized
 
 
-def test_thread_ranks_get_their_own(alone):
+def test_init_returns_the_backend_of_a_thread_rank(alone):
     def body(backend):
         assert mpishard.init() is backend
         return mpishard.init("memory").rank
@@ -49,7 +49,7 @@ def test_thread_ranks_get_their_own(alone):
     assert mpishard.init().world_size == 1
 
 
-def test_a_word_that_is_no_backend(alone):
+def test_another_name_of_a_backend_is_refused(alone):
     with pytest.raises(ValueError, match="gloo"):
         mpishard.init("gloo")
 
@@ -93,7 +93,7 @@ def test_a_world_of_one_under_a_foreign_launcher(alone, variables, family, count
         assert words in str(caught.value)
 
 
-def test_a_world_of_one_that_was_asked_for(alone):
+def test_a_launcher_may_start_one_process(alone):
     check_launched_world(1, "any")
     alone.setenv("PMI_SIZE", "1")
     check_launched_world(1, "any")
@@ -102,7 +102,7 @@ def test_a_world_of_one_that_was_asked_for(alone):
     check_launched_world(1, "any")
 
 
-def test_under_srun_without_its_mpi_plugin_the_mend_names_it(monkeypatch):
+def test_srun_without_its_mpi_plugin_is_refused_with_the_option(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     monkeypatch.delenv("PMI_SIZE", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
@@ -117,7 +117,7 @@ MPICH = "MPICH Version:      5.0.2\nMPICH Release date: .."
 
 
 class Memory:
-    """A /dev/shm of so many bytes, of which so many are free."""
+    """A /dev/shm of ``total`` bytes, of which ``free`` are free."""
 
     f_frsize = 1
 
@@ -135,7 +135,7 @@ class Memory:
         (2, 20 * MIB, 20 * MIB, ""),
     ],
 )
-def test_shared_memory_that_mpich_would_die_of(monkeypatch, ranks, total, free, words):
+def test_too_little_shared_memory_for_mpich_is_refused(monkeypatch, ranks, total, free, words):
     monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
     monkeypatch.setattr(os, "statvfs", lambda _: Memory(total, free))
     if words:
@@ -146,7 +146,7 @@ def test_shared_memory_that_mpich_would_die_of(monkeypatch, ranks, total, free, 
     check_machine("Open MPI v5.0.11")  # which has other ways
 
 
-def test_shared_memory_that_is_not_there_or_read_only(monkeypatch):
+def test_missing_or_read_only_shared_memory_is_refused(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda *_: False)
         with pytest.raises(MPIUnavailableError, match="is read-only for this process: mount -o"):
@@ -160,7 +160,7 @@ def test_shared_memory_that_is_not_there_or_read_only(monkeypatch):
         check_machine(MPICH)
 
 
-def test_too_few_files_that_a_process_may_open(monkeypatch):
+def test_too_few_file_descriptors_are_refused(monkeypatch):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
@@ -212,7 +212,7 @@ def rank_process(alone):
     return alone
 
 
-def test_what_a_rank_starts_is_no_rank(rank_process):
+def test_a_process_that_a_rank_starts_is_no_rank(rank_process):
     assert not is_helper()
     claim_rank()  # as every import does
     assert not is_helper()
@@ -241,7 +241,7 @@ def test_a_helper_hooks_no_exceptions(rank_process):
 
 
 @pytest.mark.parametrize("identity", ["PMI_RANK", "PMIX_NAMESPACE", "SLURM_STEP_ID"])
-def test_what_the_launcher_of_an_inner_job_starts_is_a_rank(rank_process, identity):
+def test_a_process_of_an_inner_job_is_a_rank(rank_process, identity):
     rank = os.getpid()
     rank_process.setattr(os, "getpid", lambda: rank + 1)
     rank_process.setenv(identity, "another 0")
@@ -251,7 +251,7 @@ def test_what_the_launcher_of_an_inner_job_starts_is_a_rank(rank_process, identi
     assert is_helper()
 
 
-def test_a_connection_of_its_own_makes_a_rank(rank_process):
+def test_a_process_with_its_own_launcher_connection_is_a_rank(rank_process):
     rank = os.getpid()
     outer, inner = socket.socketpair(), socket.socketpair()
     with outer[0], outer[1], inner[0], inner[1]:
@@ -265,5 +265,5 @@ def test_a_connection_of_its_own_makes_a_rank(rank_process):
         assert is_helper()
 
 
-def test_a_job_outside_the_launcher_s_is_not_told_of_the_rank(rank_process):
+def test_a_job_outside_the_launcher_inherits_no_rank(rank_process):
     assert "MPISHARD_RANK_PROCESS" not in settings.outside_launcher()

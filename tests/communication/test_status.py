@@ -1,4 +1,4 @@
-"""The status page of a rank, where its peers can read it: files, places, functions, waits."""
+"""Status pages, which the peers of a rank read: files, call sites, functions, waits."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.base import settings
 from mpishard.communication.contract import status
-from mpishard.communication.contract.call import Call, Kind, MessageWait
+from mpishard.communication.contract.call import Call, CollectiveKind, MessageWait
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, StatusPage, StatusReader, records_in
 from mpishard.communication.failure.stall import rank_table
@@ -22,21 +22,21 @@ from mpishard.communication.mpi import job as job_module
 
 
 def share(readers, ranks=None):
-    """Open the pages of each other, of ``readers`` of a whole world; ``ranks`` are on one node."""
+    """Let the ``readers`` of a whole world open each other's pages; ``ranks`` are on one node."""
     ranks = range(len(readers)) if ranks is None else ranks
     for rank in ranks:
         readers[rank].share(lambda _: [reader._path for reader in readers], ranks)
 
 
 def shared(world_size):
-    """Readers of one node that have opened each other's pages."""
+    """Return readers of one node that have opened each other's pages."""
     readers = [StatusReader(rank, world_size) for rank in range(world_size)]
     share(readers)
     return readers
 
 
 def counting(read, ranks):
-    """``read``, which notes the ranks of the pages that it reads in ``ranks``."""
+    """Return ``read`` as a function that appends the rank of each page it reads to ``ranks``."""
 
     def noted(page, *calls):
         record = read(page, *calls)
@@ -47,7 +47,7 @@ def counting(read, ranks):
 
 
 def end_process(reader):
-    """Write down that the page is that of a process that is gone."""
+    """Change the page to that of a process that is gone."""
     fields = list(status._IDENTITY.unpack_from(reader.page._memory))
     fields[6] = 2**22 + 1  # beyond any process number
     status._IDENTITY.pack_into(reader.page._memory, 0, *fields)
@@ -55,11 +55,11 @@ def end_process(reader):
 
 @pytest.fixture
 def no_folder(monkeypatch):
-    """No folder of a job."""
+    """Remove the folder of the job from the environment."""
     monkeypatch.delenv("MPISHARD_JOB_FOLDER", raising=False)
 
 
-def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE, group=""):
+def a_call(number, line=1, method="", kind=CollectiveKind.ALL_REDUCE, group=""):
     call = Call.describe(kind, np.ones((2, 3)), sequence=number)
     call.group = group
     call.filename, call.line, call.method = "train.py", line, method
@@ -67,7 +67,7 @@ def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE, group=""):
 
 
 class TestFiles:
-    def test_peers_read_each_other(self, no_folder):
+    def test_ranks_read_each_other_s_pages(self, no_folder):
         readers = shared(3)
         group = "tensor group 4 (ranks 1, 2)"
         for number in range(1, settings.CALL_LOG_LENGTH + 6):
@@ -80,7 +80,7 @@ class TestFiles:
             assert last.place == "train.py:261"
             assert records[1].last_of("tensor group 4 (ranks 1, 2)") == 261
 
-    def test_the_files_of_a_job_s_folder_stay(self, tmp_path, monkeypatch):
+    def test_files_in_the_job_s_folder_outlive_their_process(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         early = StatusReader(1, 2)
         assert records_in(tmp_path)[0].state is RankState.STARTED
@@ -91,8 +91,8 @@ class TestFiles:
         assert readers[1].records()[0].state is RankState.RUNNING
         assert (tmp_path / readers[0].page.name).exists()
 
-    def test_worlds_beside_each_other_do_not_read_each_other(self, tmp_path, monkeypatch):
-        """Two halves of a job of 4 in one folder: both have a rank 0 and a rank 1."""
+    def test_two_worlds_of_a_job_do_not_read_each_other_s_pages(self, tmp_path, monkeypatch):
+        """Two halves of a job of 4 share one folder: both have a rank 0 and a rank 1."""
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         stranger = StatusReader(0, 2, (0, 1))
         mine = StatusReader(1, 2, (2, 3))
@@ -107,9 +107,7 @@ class TestFiles:
         assert stranger.claim_report(1)
         assert not mine.claim_report(1)
 
-    def test_ranks_of_other_nodes_are_read_where_the_folder_is_theirs_too(
-        self, tmp_path, monkeypatch
-    ):
+    def test_pages_of_other_nodes_are_read_in_a_shared_folder(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         here, elsewhere = StatusReader(0, 3), StatusReader(1, 3)
         monkeypatch.delenv("MPISHARD_JOB_FOLDER")
@@ -119,7 +117,7 @@ class TestFiles:
         assert [record.is_known for record in here.records()] == [True, True, False]
         assert here.records()[1].state is RankState.RUNNING
 
-    def test_a_folder_that_this_node_has_not_is_none(self, tmp_path, monkeypatch):
+    def test_a_folder_that_does_not_exist_on_this_node_is_ignored(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path / "on another node"))
         readers = shared(2)
         assert all(record.is_known for record in readers[1].records())
@@ -176,16 +174,14 @@ class TestFiles:
         assert [(c.number, c.group) for c in record.calls] == [(1, "a row"), (2, "")]
         assert record.pid == os.getpid()
 
-    def test_other_files_are_left_out(self, tmp_path):
+    def test_other_files_in_the_folder_are_ignored(self, tmp_path):
         page = StatusPage(0, 2)
         page.publish(tmp_path)
         (tmp_path / "rank-1-1-0.calls").write_bytes(b"short")
         (tmp_path / "rank-2-1-0.calls").write_bytes(bytes(status.PAGE_BYTES))
         assert [record.rank for record in records_in(tmp_path)] == [0]
 
-    def test_a_file_that_lies_in_its_way_is_neither_followed_nor_written(
-        self, tmp_path, monkeypatch
-    ):
+    def test_an_existing_file_or_link_is_replaced_and_not_written(self, tmp_path, monkeypatch):
         page, precious = StatusPage(0, 2), tmp_path / "precious"
         precious.write_text("keep")
         path = tmp_path / page.name
@@ -203,7 +199,7 @@ class TestFiles:
             os.unlink(path)  # noqa: PTH108
         assert precious.read_text() == "keep"
 
-    def test_without_files_training_goes_on_and_one_rank_says_so(
+    def test_training_goes_on_without_files_and_one_rank_warns(
         self, no_folder, monkeypatch, caplog
     ):
         def full(handle, start, length):
@@ -231,7 +227,7 @@ class TestFiles:
 
 
 class TestReports:
-    def test_one_rank_reports_and_says_with_which_code(self, no_folder):
+    def test_one_rank_claims_the_report_and_records_the_exit_code(self, no_folder):
         readers = shared(2)
         assert readers[1].claim_report(124)
         assert not readers[1].claim_report(1)
@@ -239,9 +235,7 @@ class TestReports:
         assert readers[0].records()[1].state is RankState.REPORTED
         assert readers[0].records()[1].code == 124
 
-    def test_a_report_of_another_node_counts_where_the_folder_is_shared(
-        self, tmp_path, monkeypatch
-    ):
+    def test_a_report_of_another_node_counts_in_a_shared_folder(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         here, elsewhere = StatusReader(0, 2), StatusReader(1, 2)
         share([here, elsewhere], [0])
@@ -261,7 +255,7 @@ class TestReports:
         assert readers[0].dead_rank() is None
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
-    def test_a_process_that_is_stopped_is_seen(self, no_folder):
+    def test_a_stopped_process_is_detected(self, no_folder):
         readers = shared(2)
         assert not readers[0].records()[1].is_stopped
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
@@ -305,7 +299,7 @@ class TestReports:
         for rank in found:
             assert any(readers[rank].dead_rank() in dead for _ in range(4))
 
-    def test_watching_costs_the_same_on_a_node_of_many(self, no_folder, monkeypatch):
+    def test_watching_reads_as_many_pages_on_a_large_node(self, no_folder, monkeypatch):
         readers = shared(40)
         asked = []
         monkeypatch.setattr(status, "_read", counting(status._read, asked))
@@ -315,7 +309,7 @@ class TestReports:
             assert len(asked) - before <= 2
         assert set(asked) == set(range(1, 40))
 
-    def test_a_process_number_that_nobody_sees_says_nothing(self, no_folder, monkeypatch):
+    def test_a_process_that_cannot_be_seen_is_not_dead(self, no_folder, monkeypatch):
         monkeypatch.setattr(status, "_process", lambda pid: (b"", -1))
         assert shared(2)[0].dead_rank() is None
 
@@ -356,7 +350,7 @@ class TestPlaces:
 
         assert self.calls_of(body) == [("barrier", ""), ("all_reduce", ""), ("split", "")]
 
-    def test_a_method_is_named_as_the_user_s_object_has_it(self, monkeypatch):
+    def test_a_method_is_named_by_the_class_of_the_object(self, monkeypatch):
         monkeypatch.setenv("MPISHARD_ARENA", "off")
         x, y = np.ones((4, 3)), np.ones((4, 1))
         seen = {}
@@ -380,7 +374,7 @@ class TestPlaces:
         run_in_threads(2, body)
         assert seen == {name: {name} for name in seen}
 
-    def test_functions_and_constructors(self, tmp_path):
+    def test_functions_and_constructors_are_named(self, tmp_path):
         def body(backend):
             ms.ProcessMesh(backend, tensor=2, data=1, order=("tensor", "data", "pipeline"))
             model = ms.as_distributed(ms.nn.MLP([3, 1], seed=0), backend, "ddp")
@@ -443,8 +437,8 @@ class TestGroups:
             ((1, 3, 5, 7), "model"),
         ]
 
-    def test_a_backend_that_says_nothing_of_them_is_asked_once(self, monkeypatch):
-        """One that somebody else wrote: its groups exchange what they are."""
+    def test_a_group_exchanges_world_ranks_if_its_backend_does_not_set_them(self, monkeypatch):
+        """A backend of a third party does not set them, so its groups exchange them."""
         steps = ms.InMemoryCommunicationBackend._steps_split
 
         def silent(self, call, color, key):
@@ -478,7 +472,7 @@ def test_the_page_of_a_thread_holds_all_its_worlds():
     ]
 
 
-def test_a_page_says_how_its_rank_stands():
+def test_a_page_has_the_state_of_its_rank():
     backend = ms.InMemoryCommunicationBackend(0, 1, "a page")
     assert StatusPage(0, 1).read().state is RankState.STARTED
     with backend:
@@ -487,7 +481,7 @@ def test_a_page_says_how_its_rank_stands():
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
-def test_only_files_with_a_library_s_name_are_its_own():
+def test_only_files_with_the_name_of_a_library_are_listed():
     script = (
         "import mmap, os, sys\n"
         "from mpishard.communication.mpi.job import library_files\n"
@@ -521,7 +515,7 @@ def test_a_long_path_keeps_its_end():
     assert rank_table([page.read()], 0.0).endswith("/train.py:1")
 
 
-def test_a_world_that_is_named_later_is_called_so_from_then_on():
+def test_later_calls_have_the_new_label_of_a_world():
     page = StatusPage(0, 1)
     for group in ("", "a row"):
         page.record(a_call(1, group=group), sys._getframe())
@@ -529,7 +523,7 @@ def test_a_world_that_is_named_later_is_called_so_from_then_on():
 
 
 @pytest.mark.mpi
-def test_processes_read_each_other(backend):
+def test_processes_read_each_other_s_pages(backend):
     assert backend.world_ranks == tuple(range(backend.world_size))
     group = backend.split(backend.rank % 2, key=-backend.rank)
     mine = [rank for rank in range(backend.world_size) if rank % 2 == backend.rank % 2]
@@ -544,7 +538,7 @@ def test_processes_read_each_other(backend):
         assert record.is_alive
         assert record.state is RankState.RUNNING
         theirs = [rank for rank in range(backend.world_size) if rank % 2 == record.rank % 2]
-        last = [c for c in record.calls if c.kind is Kind.ALL_REDUCE][-1]
+        last = [c for c in record.calls if c.kind is CollectiveKind.ALL_REDUCE][-1]
         assert last.group.endswith(f"({who(theirs)})")
         assert last.filename.endswith("test_status.py")
     assert reader.dead_rank() is None
@@ -553,7 +547,7 @@ def test_processes_read_each_other(backend):
 
 
 @pytest.mark.parametrize("count", [255, 256, 257, 600])
-def test_the_log_holds_exactly_the_last_256(count):
+def test_the_call_log_has_the_last_256_collectives(count):
     assert settings.CALL_LOG_LENGTH == 256
 
     def body(backend):

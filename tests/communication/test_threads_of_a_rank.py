@@ -22,7 +22,7 @@ CALLS = {
 
 
 def wait_until_inside(backend):
-    """Return when a thread has been inside a call of ``backend`` for 0.05 s."""
+    """Return when another thread has been inside a call of ``backend`` for 0.05 s."""
     looks = 0
     while looks < 10:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Messages that are issued and not waited for: what is copied, who is told, what is left."""
+"""Messages in flight: copies, errors of the waiting ranks, unreceived messages."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ LONG = 300_000  # elements: MPI asks the receiver before it sends so many
 
 
 @in_worlds(2, 3, 4)
-def test_bytes_are_booked_when_a_message_is_issued(backend):
+def test_bytes_are_counted_when_a_message_is_issued(backend):
     right, left = (backend.rank + 1) % backend.world_size, (backend.rank - 1) % backend.world_size
     backend.traffic.reset()
     coming = backend.receive_async(left, 100, dtype=np.float32)
@@ -45,7 +45,7 @@ def test_collectives_and_messages_do_not_wait_for_each_other(backend, size):
 
 
 @in_worlds(2)
-def test_a_sender_has_its_array_back_after_wait(backend):
+def test_the_sender_may_change_its_array_after_wait(backend):
     if backend.rank == 0:
         mine = np.zeros(LONG)
         backend.send_async(mine, 1).wait()
@@ -75,7 +75,7 @@ def test_in_memory_a_send_is_copied_once_by_its_receiver():
 
 
 def waiting_in(call):
-    """What each of two ranks raised, where rank 1 calls and rank 0 does what ``ends`` says."""
+    """Return a function of ``ends``, the end of rank 0, with the errors of two ranks."""
 
     def outcome(ends, timeout=10.0):
         raised = [None, None]
@@ -108,7 +108,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_who_waits_for_one_that_leaves_or_fails_is_told(name):
+def test_a_wait_for_a_rank_that_leaves_or_fails_raises(name):
     outcome = waiting_in(CALLS[name])
     words = {
         "receive": "waits for a message with tag 5 from rank 0",
@@ -130,7 +130,7 @@ def test_who_waits_for_one_that_leaves_or_fails_is_told(name):
     assert "rank 1 waited 0.1 s " + words.removeprefix("waits ") in str(error)
 
 
-def test_a_receive_that_waited_in_vain_can_wait_again():
+def test_a_receive_can_wait_again_after_a_timeout():
     def body(backend):
         if backend.rank == 1:
             time.sleep(0.3)
@@ -146,14 +146,14 @@ def test_a_receive_that_waited_in_vain_can_wait_again():
     assert run_in_threads(2, body, timeout=0.1)[0] == [0, 1, 2]
 
 
-class StrikeError(Exception):
-    """What a signal handler of a script raises."""
+class InterruptionError(Exception):
+    """The exception of a signal handler of the script."""
 
 
-def is_struck(number, call):
-    """Whether ``call`` is at so many points at which Python runs signal handlers; the last raises.
+def is_interrupted(number, call):
+    """Make ``call``, interrupted at the n-th point of a signal handler; False if it ends first.
 
-    Only those of the contract count: where its functions begin, and where its calls of C end.
+    Only points in the contract count: the beginnings of its functions, and the ends of calls of C.
     """
     reached = 0
 
@@ -163,11 +163,11 @@ def is_struck(number, call):
         if is_inside and event in ("call", "c_return"):
             reached += 1
             if reached == number:
-                raise StrikeError
+                raise InterruptionError
 
     before = sys.getprofile()
     sys.setprofile(profile)
-    with suppress(StrikeError):
+    with suppress(InterruptionError):
         try:
             call()
         finally:
@@ -185,7 +185,7 @@ def test_a_receive_that_a_signal_handler_ends_takes_no_message():
             def issue(number=number, issued=issued):
                 issued.append(backend.receive_async(1, 1, number, dtype=float))
 
-            if backend.rank == 0 and not is_struck(number, issue):
+            if backend.rank == 0 and not is_interrupted(number, issue):
                 issued.pop().cancel()
                 assert number > 20
             else:
@@ -221,8 +221,8 @@ def test_a_message_that_is_too_long_for_its_memory_is_refused(backend):
 
 
 @pytest.mark.mpi
-def test_what_nobody_took_is_not_the_next_world_s(backend):
-    """MPI gives a communicator's identity to the next: so it must be empty when it is freed."""
+def test_an_unreceived_message_does_not_reach_a_later_world(backend):
+    """MPI reuses the identity of a communicator, which must have no message when it is freed."""
     right, left = (backend.rank + 1) % backend.world_size, (backend.rank - 1) % backend.world_size
     if backend.world_size == 1:
         pytest.skip("needs two ranks")

@@ -1,4 +1,4 @@
-"""What the watchdog does at which moment, told the time; the jobs are in tests/spawned."""
+"""Actions of the watchdog at given times; whole jobs are tested in tests/spawned."""
 
 import io
 import os
@@ -13,14 +13,14 @@ from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
     EXIT_LIMIT,
-    Ending,
+    Termination,
     TimeLimit,
 )
 from mpishard.communication.failure.report import short_traceback
 from mpishard.communication.failure.watchdog import SignalPipe, Watchdog
 
 
-class Heard(Ending):
+class RecordedEnd(Termination):
     """Writes down how the job would have ended."""
 
     def __init__(self):
@@ -55,23 +55,23 @@ def limits(monkeypatch):
 
 @pytest.fixture
 def dog(monkeypatch):
-    """A watchdog whose thread does not run: the test says what time it is."""
+    """Return a watchdog without a thread; the test passes it the time."""
     made = Watchdog()
     monkeypatch.setattr(made, "start", lambda: None)
     return made
 
 
-def test_a_long_wait_is_said_once_and_given_up(dog, limits):
-    heard = Heard()
-    with dog.wait(lambda: "in collective 7", heard) as wait:
-        dog.look(wait.since + 29)
-        assert heard.warnings == []
-        dog.look(wait.since + 31)
-        dog.look(wait.since + 299)
-        assert [(w, g) for _, w, g in heard.warnings] == [("in collective 7", 300.0)]
-        assert heard.ends == []
-        dog.look(wait.since + 301)
-    ((code, report),) = heard.ends
+def test_a_long_wait_is_warned_of_once_and_then_ends_the_job(dog, limits):
+    ending = RecordedEnd()
+    with dog.wait(lambda: "in collective 7", ending) as wait:
+        dog.check(wait.since + 29)
+        assert ending.warnings == []
+        dog.check(wait.since + 31)
+        dog.check(wait.since + 299)
+        assert [(w, g) for _, w, g in ending.warnings] == [("in collective 7", 300.0)]
+        assert ending.ends == []
+        dog.check(wait.since + 301)
+    ((code, report),) = ending.ends
     assert code == 124
     assert "rank 0 of 2 has waited 301 s in collective 7; the job ends" in report
     assert report.endswith("\nrank 1 sleeps")
@@ -80,37 +80,37 @@ def test_a_long_wait_is_said_once_and_given_up(dog, limits):
 def test_time_in_which_the_process_was_suspended_does_not_count(limits):
     seconds = [1000.0]
     dog = Watchdog(RunningClock(lambda: seconds[0]))
-    heard = Heard()
+    ending = RecordedEnd()
 
     def tick(passed):
         seconds[0] += passed
-        dog.look(dog.clock.now())
+        dog.check(dog.clock.now())
 
-    with dog.wait(lambda: "in collective 7", heard):
+    with dog.wait(lambda: "in collective 7", ending):
         tick(0.5)
         tick(3600)
         for _ in range(57):
             tick(0.5)
-        assert heard.warnings == heard.ends == []
+        assert ending.warnings == ending.ends == []
         for _ in range(539):
             tick(0.5)
-        assert len(heard.warnings) == 1
+        assert len(ending.warnings) == 1
         tick(7200)
-        assert heard.ends == []
+        assert ending.ends == []
         tick(1.0)
-    assert len(heard.ends) == 1
+    assert len(ending.ends) == 1
 
 
 def test_a_wait_that_begins_just_after_a_suspension_has_its_whole_limit(limits):
     seconds = [1000.0]
     dog = Watchdog(RunningClock(lambda: seconds[0]))
     seconds[0] += 3600  # the main thread goes on before the watchdog does
-    with dog.wait(lambda: "here", Heard()) as wait:
+    with dog.wait(lambda: "here", RecordedEnd()) as wait:
         seconds[0] += 0.5
         assert dog.clock.now() - wait.since == 0.5
 
 
-def test_where_every_gap_is_long_the_limit_comes_all_the_same():
+def test_a_limit_is_reached_even_if_every_gap_is_long():
     seconds = [0.0]
     clock = RunningClock(lambda: seconds[0])
     start = clock.now()
@@ -120,34 +120,34 @@ def test_where_every_gap_is_long_the_limit_comes_all_the_same():
     assert clock.now() - start == 5.0
 
 
-def test_a_wait_that_is_over_counts_no_more(dog, limits):
-    heard = Heard()
-    with dog.wait(lambda: "here", heard) as wait:
+def test_a_wait_that_is_over_is_not_reported(dog, limits):
+    ending = RecordedEnd()
+    with dog.wait(lambda: "here", ending) as wait:
         pass
-    dog.look(wait.since + 1000)
-    assert heard.warnings == heard.ends == []
+    dog.check(wait.since + 1000)
+    assert ending.warnings == ending.ends == []
 
 
-def test_what_takes_time_by_itself_may_take_it(dog, limits):
-    heard = Heard()
-    with dog.wait(lambda: "here", heard, slack=10) as wait:
-        dog.look(wait.since + 39)
-        assert heard.warnings == []
-        dog.look(wait.since + 41)
-        dog.look(wait.since + 309)
-        assert len(heard.warnings) == 1
-        assert heard.ends == []
-        dog.look(wait.since + 311)
-        assert len(heard.ends) == 1
+def test_the_slack_of_a_wait_does_not_count(dog, limits):
+    ending = RecordedEnd()
+    with dog.wait(lambda: "here", ending, slack=10) as wait:
+        dog.check(wait.since + 39)
+        assert ending.warnings == []
+        dog.check(wait.since + 41)
+        dog.check(wait.since + 309)
+        assert len(ending.warnings) == 1
+        assert ending.ends == []
+        dog.check(wait.since + 311)
+        assert len(ending.ends) == 1
 
 
-def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
-    heard = Heard()
-    with dog.wait(lambda: "here", heard, slack=1) as wait:
+def test_the_pause_ends_when_a_limit_is_due(dog, limits):
+    ending = RecordedEnd()
+    with dog.wait(lambda: "here", ending, slack=1) as wait:
         assert dog.pause(wait.since) == 0.5
         assert dog.pause(wait.since + 30.75) == pytest.approx(0.25, abs=1e-6)
-        assert dog.pause(wait.since + 31.01) == 0  # between the look and the pause
-        dog.look(wait.since + 31.01)
+        assert dog.pause(wait.since + 31.01) == 0  # between the check and the pause
+        dog.check(wait.since + 31.01)
         assert dog.pause(wait.since + 31.01) == dog.pause(wait.since + 40) == 0.5
         assert dog.pause(wait.since + 300.875) == pytest.approx(0.125, abs=1e-6)
         assert dog.pause(wait.since + 301.01) == 0
@@ -156,124 +156,124 @@ def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
 
 def test_a_wait_for_the_others_to_end_has_a_limit_of_its_own(dog, limits):
     limits.setenv("MPISHARD_EXIT_TIMEOUT", "1000")
-    heard = Heard()
-    with dog.wait(lambda: "for rank 1. Rank 1 sleeps.", heard, limit=EXIT_LIMIT) as wait:
-        dog.look(wait.since + 999)
-        assert heard.ends == []
-        dog.look(wait.since + 1001)
-    ((code, report),) = heard.ends
+    ending = RecordedEnd()
+    with dog.wait(lambda: "for rank 1. Rank 1 sleeps.", ending, limit=EXIT_LIMIT) as wait:
+        dog.check(wait.since + 999)
+        assert ending.ends == []
+        dog.check(wait.since + 1001)
+    ((code, report),) = ending.ends
     assert code == 124
     waited = "has finished, and has waited 1001 s for rank 1. Rank 1 sleeps."
     assert report == f"mpishard: rank 0 of 2 {waited} The job ends (MPISHARD_EXIT_TIMEOUT)"
 
 
-def test_zero_is_never(dog, limits):
+def test_a_limit_of_zero_is_no_limit(dog, limits):
     limits.setenv("MPISHARD_WARN_AFTER", "0")
     limits.setenv("MPISHARD_TIMEOUT", "0")
-    heard = Heard()
-    with dog.wait(lambda: "here", heard) as wait:
-        dog.look(wait.since + 1e6)
-    assert heard.warnings == heard.ends == []
+    ending = RecordedEnd()
+    with dog.wait(lambda: "here", ending) as wait:
+        dog.check(wait.since + 1e6)
+    assert ending.warnings == ending.ends == []
 
 
-def test_a_rank_that_is_gone_is_seen_while_this_one_computes(dog, limits):
-    heard = Heard()
-    dog.guard(heard)
-    dog.look(1.0)
-    assert heard.ends == []
-    heard.dead = 1
-    dog.look(2.0)
-    ((code, report),) = heard.ends
+def test_a_dead_rank_is_reported_during_computation(dog, limits):
+    ending = RecordedEnd()
+    dog.guard(ending)
+    dog.check(1.0)
+    assert ending.ends == []
+    ending.dead = 1
+    dog.check(2.0)
+    ((code, report),) = ending.ends
     assert code == 1
     assert "rank 1 of 2 is gone (killed, or out of memory?), seen by rank 0 while it" in report
-    dog.release(heard)
-    dog.look(3.0)
-    assert len(heard.ends) == 1
+    dog.release(ending)
+    dog.check(3.0)
+    assert len(ending.ends) == 1
 
 
 def test_a_launcher_that_is_gone_ends_the_rank(limits, monkeypatch):
-    dog, heard = Watchdog(), Heard()
-    dog.guard(heard)
+    dog, ending = Watchdog(), RecordedEnd()
+    dog.guard(ending)
     try:
-        dog.look(1.0)
-        assert heard.ends == []
+        dog.check(1.0)
+        assert ending.ends == []
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        dog.look(2.0)
+        dog.check(2.0)
     finally:
         monkeypatch.undo()
-        dog.release(heard)
-    code, report = heard.ends[0]
+        dog.release(ending)
+    code, report = ending.ends[0]
     assert code == 1
     assert f"process {os.getppid()} of the launcher, which started rank 0 of 2, is gone" in report
 
 
-def test_sigterm_says_what_the_rank_did(dog, limits, monkeypatch):
+def test_sigterm_reports_the_activity_of_the_rank(dog, limits, monkeypatch):
     monkeypatch.setattr(ending_module, "_LAUNCHER_SECONDS", 0.0)
-    heard = Heard()
-    dog.guard(heard)
-    with dog.wait(lambda: "in collective 7", heard):
+    ending = RecordedEnd()
+    dog.guard(ending)
+    with dog.wait(lambda: "in collective 7", ending):
         dog.receive(signal.SIGTERM, 0.0)
-    ((code, report),) = heard.ends
+    ((code, report),) = ending.ends
     assert code == 143
     did = "while it waited in collective 7"
     assert report == f"mpishard: rank 0 of 2 was sent SIGTERM {did}; the job ends"
 
 
-def test_ctrl_c_is_left_to_a_main_thread_that_makes_steps(dog, limits):
-    heard = Heard()
-    dog.guard(heard)
+def test_a_main_thread_that_runs_handles_ctrl_c(dog, limits):
+    ending = RecordedEnd()
+    dog.guard(ending)
     dog.receive(signal.SIGINT, 10.0)
-    dog.look(11.0)
-    dog.look(13.0)  # another step than that of `receive`
-    dog.look(20.0)
-    assert heard.ends == []
+    dog.check(11.0)
+    dog.check(13.0)  # another step than that of `receive`
+    dog.check(20.0)
+    assert ending.ends == []
 
 
-def test_ctrl_c_ends_the_job_where_the_main_thread_makes_none(dog, limits):
-    heard = Heard()
-    dog.guard(heard)
+def test_ctrl_c_ends_the_job_if_the_main_thread_is_stuck(dog, limits):
+    ending = RecordedEnd()
+    dog.guard(ending)
 
     def from_another_thread():
         dog.receive(signal.SIGINT, 10.0)
-        dog.look(11.0)
-        assert heard.ends == []
-        dog.look(12.1)
+        dog.check(11.0)
+        assert ending.ends == []
+        dog.check(12.1)
 
     thread = threading.Thread(target=from_another_thread)
     thread.start()
     thread.join()  # where this thread is stuck
-    ((code, report),) = heard.ends
+    ((code, report),) = ending.ends
     assert code == 130
     assert report.startswith("mpishard: rank 0 of 2 was interrupted while it")
 
 
 def test_sigquit_prints_and_goes_on(dog, limits, capsys):
-    heard = Heard()
-    dog.guard(heard)
-    with dog.wait(lambda: "in collective 7", heard) as wait:
+    ending = RecordedEnd()
+    dog.guard(ending)
+    with dog.wait(lambda: "in collective 7", ending) as wait:
         dog.receive(signal.SIGQUIT, wait.since + 4)
     shown = capsys.readouterr().err
     assert "rank 0 of 2 was sent SIGQUIT, and goes on\n  waits in collective 7, for 4.0 s" in shown
     assert "  rank 0: its last collectives" in shown
     assert "MainThread 0x" in shown
-    assert heard.ends == []
+    assert ending.ends == []
 
 
-def test_the_thread_looks_hears_and_ends(limits):
-    dog, heard = Watchdog(), Heard()
-    looked, described = threading.Event(), threading.Event()
-    heard.dead_rank = looked.set
-    heard.describe = lambda: described.set() or ""
-    dog.guard(heard)
-    dog.guard(heard)
+def test_the_thread_checks_receives_signals_and_ends(limits):
+    dog, ending = Watchdog(), RecordedEnd()
+    checked, described = threading.Event(), threading.Event()
+    ending.dead_rank = checked.set
+    ending.describe = lambda: described.set() or ""
+    dog.guard(ending)
+    dog.guard(ending)
     try:
-        assert looked.wait(20)
+        assert checked.wait(20)
         assert "mpishard-watchdog" in {thread.name for thread in threading.enumerate()}
         os.kill(os.getpid(), signal.SIGQUIT)
         assert described.wait(20)
     finally:
-        dog.release(heard)
-        dog.release(heard)
+        dog.release(ending)
+        dog.release(ending)
     assert "mpishard-watchdog" not in {thread.name for thread in threading.enumerate()}
     assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -289,7 +289,7 @@ def pipe():
     made.restore()
 
 
-def test_signals_of_ours_are_heard_and_given_back(pipe):
+def test_signals_are_received_and_handlers_restored(pipe):
     pipe.install()
     os.kill(os.getpid(), signal.SIGTERM)
     assert pipe.wait(20) == {signal.SIGTERM}
@@ -303,18 +303,18 @@ def test_signals_of_ours_are_heard_and_given_back(pipe):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGINT])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_handler_of_the_user_s_stays_and_alone_is_called(pipe, number, when):
-    heard = []
+def test_a_handler_of_the_user_stays_and_is_called_alone(pipe, number, when):
+    received = []
     before = signal.getsignal(number)
     try:
         if when == "after":
             pipe.install()
-        signal.signal(number, lambda *_: heard.append("theirs"))
+        signal.signal(number, lambda *_: received.append("theirs"))
         theirs = signal.getsignal(number)
         pipe.install()
         assert signal.getsignal(number) is theirs
         os.kill(os.getpid(), number)
-        assert heard == ["theirs"]
+        assert received == ["theirs"]
         assert pipe.wait(0) == set()
         pipe.restore()
         assert signal.getsignal(number) is theirs
@@ -322,7 +322,7 @@ def test_a_handler_of_the_user_s_stays_and_alone_is_called(pipe, number, when):
         signal.signal(number, before)
 
 
-def test_ctrl_c_that_nobody_else_handles_is_heard(pipe):
+def test_ctrl_c_without_another_handler_is_received(pipe):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         pipe.install()
@@ -334,7 +334,7 @@ def test_ctrl_c_that_nobody_else_handles_is_heard(pipe):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_wakeup_descriptor_of_another_s_stays_and_signals_are_heard(pipe, when):
+def test_another_wakeup_descriptor_stays_and_signals_are_received(pipe, when):
     read, write = os.pipe()
     os.set_blocking(write, False)
     try:
@@ -354,14 +354,14 @@ def test_a_wakeup_descriptor_of_another_s_stays_and_signals_are_heard(pipe, when
         os.close(write)
 
 
-def test_on_another_thread_signals_are_left_alone(pipe):
+def test_another_thread_installs_no_handlers(pipe):
     thread = threading.Thread(target=pipe.install)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_signals_that_another_thread_could_not_give_back_do_what_they_did(pipe, monkeypatch):
+def test_handlers_left_by_another_thread_act_as_the_earlier_ones(pipe, monkeypatch):
     pipe.install()
     thread = threading.Thread(target=pipe.restore)
     thread.start()
@@ -383,7 +383,7 @@ class ProcessEnded(BaseException):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """With which exit codes the job, and then the process, was ended."""
+    """Return the exit codes with which the job, and then the process, was ended."""
     codes = []
 
     def leave(code):
@@ -395,7 +395,7 @@ def ended(monkeypatch):
     monkeypatch.setattr(ending_module, "_ignore_further_interrupts", lambda: None)
     monkeypatch.setattr(ending_module, "_OUTPUT_SECONDS", 0.0)
     monkeypatch.setattr(ending_module, "_abort", lambda code: codes.append(("job", code)))
-    monkeypatch.setattr(Ending, "claim_report", lambda self, code: True)
+    monkeypatch.setattr(Termination, "claim_report", lambda self, code: True)
     monkeypatch.setattr(os, "_exit", leave)
     return codes
 
@@ -412,12 +412,12 @@ def closed_stream():
 
 
 @pytest.mark.parametrize("make", [closed_stream, object, Broken, lambda: None])
-def test_a_broken_stream_holds_up_no_end_and_no_warning(make, ended, monkeypatch, capfd):
+def test_a_broken_stream_stops_neither_a_warning_nor_the_end(make, ended, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", make())
     monkeypatch.setattr(sys, "stderr", make())
-    Ending(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
+    Termination(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
     with pytest.raises(ProcessEnded):
-        Ending(0, 2).fail(ValueError("boom"), "in collective 8")
+        Termination(0, 2).fail(ValueError("boom"), "in collective 8")
     monkeypatch.undo()
     assert ended == [("job", 1), ("process", 1)]
     shown = capfd.readouterr().err
@@ -432,7 +432,7 @@ def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, mon
 
     monkeypatch.setattr(ending_module, fails, fail)
     with pytest.raises(ProcessEnded):
-        Ending(0, 2).interrupt("here")
+        Termination(0, 2).interrupt("here")
     assert ended[-1] == ("process", 130)
     assert (("job", 130) in ended) == (fails != "_abort")
 
@@ -444,7 +444,7 @@ def test_work_on_a_gpu_is_stopped_before_the_job_ends(ended, fails):
         if fails:
             raise RuntimeError("NCCL_ERROR_INVALID_ARGUMENT")
 
-    ending = Ending(0, 2)
+    ending = Termination(0, 2)
     ending.stop = stop
     with pytest.raises(ProcessEnded):
         ending.give_up(300.0, "in collective 7", COLLECTIVE_LIMIT)
@@ -457,19 +457,19 @@ def test_an_exception_without_a_text_is_reported(ended, capfd):
             raise RuntimeError("no text")
 
     with pytest.raises(ProcessEnded):
-        Ending(0, 2).fail(NoTextError(), "here")
+        Termination(0, 2).fail(NoTextError(), "here")
     assert "NoTextError: (its text cannot be shown: RuntimeError)" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux sockets")
-def test_one_process_of_a_launcher_reports(monkeypatch):
+def test_one_process_of_a_launcher_claims_the_report(monkeypatch):
     monkeypatch.setattr(ending_module, "_kept", [])
     monkeypatch.setattr(os, "getppid", lambda: 10**9)  # not that of a real job
-    assert Ending(0, 2).claim_report(1)
-    assert not Ending(1, 2).claim_report(1)
+    assert Termination(0, 2).claim_report(1)
+    assert not Termination(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
-    assert Ending(1, 2).claim_report(1)
+    assert Termination(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
 
@@ -484,7 +484,7 @@ def test_a_descriptor_that_is_not_the_launcher_s_is_not_written_to(monkeypatch, 
         assert file.read() == b""
 
 
-def test_the_launcher_is_told_in_its_words(monkeypatch):
+def test_the_launcher_gets_its_own_abort_command(monkeypatch):
     import socket
 
     monkeypatch.setattr(ending_module, "_DEADLINE_SECONDS", 0.0)
@@ -511,7 +511,7 @@ def failing():
     return np
 
 
-def test_of_this_package_the_last_frame_is_shown(monkeypatch):
+def test_a_traceback_has_the_last_frame_of_this_package(monkeypatch):
     monkeypatch.setenv("MPISHARD_LOG", "debug")  # run_in_threads keeps all frames
     with pytest.raises(KeyError) as caught:
         failing()
@@ -528,13 +528,13 @@ def test_of_this_package_the_last_frame_is_shown(monkeypatch):
     assert "run.py" in short_traceback(caught.value)
 
 
-def test_the_call_log_tells_a_failure_from_the_report_of_another_that_is_gone(ended, monkeypatch):
+def test_a_status_page_has_the_exit_code_of_a_failure_only(ended, monkeypatch):
     claims = []
-    monkeypatch.setattr(Ending, "claim_report", lambda self, code: claims.append(code) or True)
+    monkeypatch.setattr(Termination, "claim_report", lambda self, code: claims.append(code) or True)
     monkeypatch.setattr(ending_module, "_one_thread", threading.Semaphore(2))
     for end in (
-        lambda: Ending(0, 2).report_dead_rank(1, "while it waited"),
-        lambda: Ending(0, 2).fail(ValueError("boom"), "in collective 8"),
+        lambda: Termination(0, 2).report_dead_rank(1, "while it waited"),
+        lambda: Termination(0, 2).fail(ValueError("boom"), "in collective 8"),
     ):
         with pytest.raises(ProcessEnded):
             end()

@@ -1,4 +1,4 @@
-"""What a model gets from the interfaces alone, and what it says where it lacks something."""
+"""The members that a model inherits from the interfaces, and errors for missing ones."""
 
 import io
 from datetime import UTC
@@ -82,7 +82,7 @@ def test_an_interface_cannot_be_made_without_its_members():
     ],
 )
 @pytest.mark.parametrize("make", [lambda: Least(1, 2), lambda: ms.nn.MLP([2, 2]), function_model])
-def test_features_of_a_model_that_knows_none(ask, interface, make):
+def test_features_of_a_model_without_features(ask, interface, make):
     model = make()
     with pytest.raises(RuntimeError, match=f"{type(model).__name__} does not .* {interface}") as e:
         ask(model)
@@ -105,7 +105,7 @@ def test_a_black_box_has_no_graph(make):
         model.export_computation_graph([])
 
 
-def test_what_follows_from_the_least():
+def test_members_that_follow_from_the_required_ones():
     model = Least(1, 2, 3)
     assert model.supports_parameter_initialization
     assert not Least().supports_parameter_initialization
@@ -130,7 +130,7 @@ def test_gradients_are_applied_downhill():
         model.apply_gradients(np.ones(1), 0.5)
 
 
-def test_one_chunk_unless_the_model_knows_better():
+def test_one_chunk_unless_the_model_overrides_it():
     model = Least(1, 2, 3)
     (chunk,) = model.get_parameter_chunks()
     chunk[0] = 7
@@ -154,7 +154,7 @@ def test_copies():
     assert [m.theta.tolist() for m in (shared, own, other)] == [[0, 0], [1, 2], [8, 9]]
 
 
-def test_states_follow_each_other_in_a_stream():
+def test_several_states_in_one_stream():
     stream = io.BytesIO()
     stream.write(b"head")
     Least(1, 2).save_state(stream)
@@ -169,7 +169,7 @@ def test_states_follow_each_other_in_a_stream():
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 20])
-def test_a_state_that_is_cut_changes_nothing(kept):
+def test_a_truncated_state_changes_nothing(kept):
     stream = io.BytesIO()
     Least(1, 2).save_state(stream)
     model = Least(5)
@@ -178,7 +178,7 @@ def test_a_state_that_is_cut_changes_nothing(kept):
     assert model.theta.tolist() == [5]
 
 
-def test_what_is_no_stream_is_refused():
+def test_an_object_that_is_no_stream_is_refused():
     with pytest.raises(TypeError, match="binary stream, got NoneType"):
         Least().save_state(None)
     with pytest.raises(TypeError, match="binary stream, got str"):
@@ -213,7 +213,7 @@ def test_metadata():
     assert ModelMetadata("n").properties == {}
 
 
-def test_categories_have_the_hierarchys_spelling_too():
+def test_categories_also_have_the_spelling_of_the_hierarchy():
     assert LayerCategory.Dense is LayerCategory.DENSE
     assert [c.name for c in LayerCategory] == [c.name.upper() for c in LayerCategory]
     for category in LayerCategory:
@@ -223,7 +223,7 @@ def test_categories_have_the_hierarchys_spelling_too():
         assert ms.ReductionOperation[operation.name.title()] is operation
 
 
-def test_the_derivative_of_a_loss_is_that_of_its_mean():
+def test_loss_derivative_is_the_derivative_of_the_mean():
     class Squares(ILossFunction):
         def forward(self, prediction, target, training=True):
             error = prediction - target

@@ -72,16 +72,16 @@ def test_take_from_h5py(tmp_path: Path) -> None:
         ([1, 2], r"got a list; pass numpy.asarray\(x_train\)"),
         ((np.ones(2), np.ones(2)), r"several inputs .* as mpishard.data.Samples\(x_train\)"),
         ({"a": 1}, "got a dict"),
-        (np.array(3.0), "len.. of this ndarray says"),
+        (np.array(3.0), "len.. of this ndarray fails"),
         (7, "got a int"),
     ],
 )
-def test_what_cannot_be_indexed_by_arrays_is_refused(dataset: Any, message: str) -> None:
+def test_objects_without_array_indexing_are_refused(dataset: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         check_dataset(dataset, "x_train")
 
 
-def test_a_data_frame_is_refused_with_the_mend() -> None:
+def test_a_data_frame_is_refused_with_a_fix() -> None:
     class Frame(SortedOnly):
         iloc = None
 
@@ -150,7 +150,7 @@ def test_windows_refuse_an_empty_context() -> None:
         TokenWindows(np.arange(4), 0)
 
 
-def test_what_holds_arrays_by_name_is_refused_with_their_names(tmp_path: Path) -> None:
+def test_a_mapping_of_arrays_is_refused_with_their_names(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=VALUES, y=VALUES)
     with (
         np.load(tmp_path / "a.npz") as archive,
@@ -174,7 +174,7 @@ def test_a_rank_may_have_no_samples_of_its_own() -> None:
     assert take(VALUES[:0], np.zeros(0, np.int64)).shape == (0, 3)
 
 
-def test_a_failed_read_is_told_alone() -> None:
+def test_a_failed_read_raises_its_own_error_alone() -> None:
     class Failing(SortedOnly):
         def __getitem__(self, indices: Any) -> Any:
             raise OSError("Input/output error")

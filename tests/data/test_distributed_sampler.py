@@ -1,4 +1,4 @@
-"""Samplers for other libraries' data loaders: who gets which sample, also as replicas change."""
+"""Samplers for other libraries' data loaders: each replica's samples, also if replicas change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpishard.data import DistributedSampler, ElasticDistributedSampler
 SAMPLERS = [DistributedSampler, ElasticDistributedSampler]
 
 
-def dealt(kind, length, replicas, epoch=0, **options):
+def divided(kind, length, replicas, epoch=0, **options):
     samplers = [kind(length, replicas, rank, **options) for rank in range(replicas)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -31,7 +31,7 @@ def dealt(kind, length, replicas, epoch=0, **options):
     shuffle=st.booleans(),
 )
 def test_every_sample_once_and_equal_shares(kind, length, replicas, epoch, shuffle):
-    parts = dealt(kind, length, replicas, epoch, shuffle=shuffle, seed=3)
+    parts = divided(kind, length, replicas, epoch, shuffle=shuffle, seed=3)
     share = -(-length // replicas)
     assert {len(part) for part in parts} == {share}
     if kind is DistributedSampler:
@@ -46,7 +46,7 @@ def test_every_sample_once_and_equal_shares(kind, length, replicas, epoch, shuff
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_drop_last_repeats_nothing(kind):
-    parts = dealt(kind, 11, 4, shuffle=True, drop_last=True)
+    parts = divided(kind, 11, 4, shuffle=True, drop_last=True)
     taken = list(chain(*parts))
     assert [len(part) for part in parts] == [2] * 4
     assert len(set(taken)) == 8
@@ -57,13 +57,13 @@ def test_drop_last_repeats_nothing(kind):
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_orders_follow_seed_and_epoch(kind):
     orders = {tuple(kind(20, 1, 0, seed=s)) for s in range(3)}
-    orders |= {tuple(*dealt(kind, 20, 1, e)) for e in range(1, 3)}
+    orders |= {tuple(*divided(kind, 20, 1, e)) for e in range(1, 3)}
     assert len(orders) == 5
     assert list(kind(20, 1, 0, seed=1)) == list(kind(range(20), 1, 0, seed=1))
 
 
 def test_pinned_orders():
-    """A resumed run must go on in the order that it began with, whatever the version."""
+    """A resumed run must continue in its first order under every version."""
     assert list(DistributedSampler(6, 2, 1, seed=5)) == [4, 2, 1]
     assert list(ElasticDistributedSampler(6, 2, 1, seed=5)) == [5, 4, 1]
 
@@ -72,7 +72,7 @@ def test_pinned_orders():
     length=st.integers(1, 60),
     worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=4),
 )
-def test_after_rescaling_the_rest_is_dealt_and_nothing_twice(length, worlds):
+def test_rescaling_divides_the_rest_and_repeats_nothing(length, worlds):
     seen: list[int] = []
     start = 0
     for replicas, steps in worlds:

@@ -21,7 +21,7 @@ Y = np.sin(X[:, :2])
 
 
 class Recorded:
-    """A file: not an array; it records runs and samples, and fails at one of them if told."""
+    """A data set that is no array: it records its reads, and can fail at a given one."""
 
     filename = "samples.bin"
 
@@ -56,7 +56,7 @@ def train(backend, x=X, y=Y, **options):
 
 
 def test_the_order_of_a_shuffle_in_blocks_is_pinned():
-    """A resumed run must go on in the order that it began with, whatever the version."""
+    """A resumed run must continue in its first order under every version."""
     sampler = GlobalBatchSampler(23, 4, seed=3, shuffle_block_size=2)
     order = np.concatenate([sampler.batch(1, index) for index in range(6)])
     assert order.tolist() == PINNED
@@ -155,7 +155,7 @@ def stored(kind, folder):
 
 
 class Rows:
-    """As a Hugging Face data set: rows by name."""
+    """Rows by name, as in a Hugging Face data set."""
 
     def __len__(self):
         return SAMPLES
@@ -240,7 +240,7 @@ def test_a_caller_who_leaves_early_ends_the_thread():
     x = Recorded(X)
     with Batches(x, None, GlobalBatchSampler(SAMPLES, BATCH), 0, 1, steps=range(9)) as batches:
         batch = next(iter(batches))
-        batches.settle()
+        batches.await_read()
         assert batch.y is None
         assert batch.x.tobytes() == X[batch.indices].tobytes()
     assert x.read.sum() == 2 * BATCH
@@ -248,7 +248,7 @@ def test_a_caller_who_leaves_early_ends_the_thread():
 
 
 @in_worlds(1, 2)
-def test_a_loss_that_needs_no_targets_needs_no_y_train(backend):
+def test_a_loss_without_targets_needs_no_y_train(backend):
     """fun(theta, x, None): the mean of the samples."""
 
     def fun(theta, x, y):
@@ -269,7 +269,7 @@ def test_a_loss_that_needs_no_targets_needs_no_y_train(backend):
 # ---------------------------------------------------------------------------------------- tables
 
 
-def test_parquet_files_say_what_they_lack(tmp_path):
+def test_errors_of_parquet_files_name_what_is_missing(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""Batches of data that each rank brings: every sample once, in orders of (seed, rank, epoch)."""
+"""Batches of each rank's own data: every sample once, in an order of (seed, rank, epoch)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_rank_and_epoch_has_an_order_of_its_own() -> None:
 
 
 def test_pinned_order() -> None:
-    """A resumed run must go on in the order that it began with, whatever the version."""
+    """A resumed run must continue in its first order under every version."""
     sampler = LocalBatchSampler([3, 6], 12, seed=3)
     assert sampler.local(0, 0, 1, 2)[0].tolist() == PINNED
 

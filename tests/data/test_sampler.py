@@ -1,4 +1,4 @@
-"""Global batches: every sample once, in an order that only seed and epoch decide."""
+"""Global batches: every sample once, in an order that depends on seed and epoch alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PINNED_ORDER = [[8, 4, 1, 7], [5, 3, 9, 2], [0, 6]]
 
 
 def test_shuffled_order_is_pinned() -> None:
-    """A resumed run must go on in the order that it began with, whatever the version."""
+    """A resumed run must continue in its first order under every version."""
     sampler = GlobalBatchSampler(10, 4, seed=3)
     assert [sampler.batch(0, i).tolist() for i in range(3)] == PINNED_ORDER
 
@@ -119,7 +119,7 @@ def test_leaves_are_the_same_in_every_world(world_size: int) -> None:
             assert start == bounds[rank]
 
 
-def test_leaves_that_cannot_be_dealt() -> None:
+def test_leaves_that_cannot_be_divided() -> None:
     with pytest.raises(ValueError, match="4 leaves cannot be divided evenly among 8 ranks"):
         GlobalBatchSampler(23, 10, leaves=4).local(0, 0, 0, 8)
 
@@ -134,7 +134,7 @@ def test_leaves_that_cannot_be_dealt() -> None:
         (9, None, "seed must be an integer, got None"),
     ],
 )
-def test_no_order_is_made_of_what_is_no_integer(length, seed, message) -> None:
+def test_an_order_needs_integers(length, seed, message) -> None:
     with pytest.raises(TypeError, match=message):
         GlobalBatchSampler(length, 2, seed=seed)
 

@@ -18,7 +18,7 @@ class Pair(NamedTuple):
 
 
 class FromAFile:
-    """Has samples that nothing but take() can read."""
+    """A data set that only `take` can read."""
 
     def __init__(self, values: Any) -> None:
         self.values = values

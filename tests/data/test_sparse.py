@@ -48,7 +48,7 @@ def test_training_on_sparse_rows_is_training_on_dense_ones(backend, strategy, ki
 
 
 @pytest.mark.parametrize("kind", ["csc_array", "coo_matrix", "lil_array", "dok_array"])
-def test_formats_without_fast_rows_are_refused_with_the_mend(kind):
+def test_sparse_formats_without_fast_rows_are_refused_with_a_fix(kind):
     with pytest.raises(TypeError, match=rf"got a {kind}; pass x_train.tocsr\(\), whose rows"):
         check_dataset(getattr(sparse, kind)(X), "x_train")
 

@@ -1,4 +1,4 @@
-"""A training run that is killed again and again, and goes on with other ranks each time.
+"""A training run that is killed several times, and resumes with another number of ranks.
 
 As a script it is one life of the run, on MPI ranks or on threads; `Life` says how it ends. The
 last one writes the parameters.
@@ -35,11 +35,11 @@ RULES = {
 
 
 class StruckError(Exception):
-    """The life ends here."""
+    """The error that ends a life: one start of the run."""
 
 
 class Samples:
-    """A data set that writes down what is taken of it, and strikes at a step."""
+    """A data set that records its reads, and kills the run at a step."""
 
     def __init__(self, values, life, rank, strike):
         self._values = values
@@ -77,7 +77,7 @@ class Life:
 
 
 def train(backend, folder, life, strike):
-    """One life, on one rank; the parameters at its end."""
+    """Run one life on one rank; return the parameters at its end."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((37, 6)).astype(np.float32)
     y = np.tanh(x @ rng.standard_normal((6, 3)).astype(np.float32))
@@ -114,7 +114,7 @@ def strike_by_killing():
 
 
 def start(folder, result, *options, ranks=0, **known):
-    """One life in processes of its own: on MPI ranks, or with 0 on threads of one process."""
+    """Run one life in other processes: on MPI ranks, or for 0 on threads of one process."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "mpishard", "run", "-n", str(ranks)]

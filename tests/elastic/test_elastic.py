@@ -1,4 +1,4 @@
-"""A run that is killed and goes on with other ranks ends with the bits of one that was not."""
+"""A killed run that resumes with other ranks ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from history import Life, StruckError, start
 
 
 def undisturbed(tmp_path, rule):
-    """What one rank makes of it that nobody disturbs."""
+    """Return the parameters of an undisturbed run on one rank."""
     (parameters,) = ms.run_in_threads(
         1, history.train, tmp_path / "undisturbed", Life("ddp", rule), history.strike_by_raising
     )
@@ -26,7 +26,7 @@ def undisturbed(tmp_path, rule):
 
 
 def live(folder, life):
-    """One life on threads; whether it came to the end, and its parameters."""
+    """Run one life on threads; return whether it reached the end, and its parameters."""
     try:
         results = ms.run_in_threads(
             life.world_size, history.train, folder, life, history.strike_by_raising
@@ -40,7 +40,7 @@ def live(folder, life):
 @pytest.mark.parametrize("rule", history.RULES)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_any_history_gives_the_same_bits(tmp_path, rule, asynchronous):
-    """Under one strategy after the other, from 1 to 4 ranks."""
+    """Each life has another strategy, and 1 to 4 ranks."""
     lives = [
         Life("ddp", rule, 4, 3, 3, asynchronous=asynchronous),
         Life("fsdp", rule, 2, 0, 1, asynchronous=asynchronous),

@@ -1,4 +1,4 @@
-"""Runs that are killed at random, go on at random world sizes, and must end with the same bits."""
+"""Runs that are killed at random and resume at random world sizes must end with the same bits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_LIVES = 12
 
 
 def run_history(seed, folder, wanted):
-    """Live until a life ends by itself; what is wrong with it, or nothing."""
+    """Start the run until it reaches its end; return its fault, or nothing."""
     draw = random.Random(seed)
     rule = draw.choice([*history.RULES])
-    told = []
+    lives = []
     for number in range(_MOST_LIVES):
         ranks, threads = draw.choice([(1, 1), (2, 1), (4, 1), (0, 1), (0, 2), (0, 4)])
         world_size = ranks or threads
@@ -37,14 +37,14 @@ def run_history(seed, folder, wanted):
             "strike_after": draw.randrange(8),
         }
         options = ["--asynchronous"] if draw.random() < 0.5 else []
-        told.append(f"{'MPI' if ranks else 'threads'} {life}")
+        lives.append(f"{'MPI' if ranks else 'threads'} {life}")
         ended = start(folder / "run", folder / "result.npy", *options, ranks=ranks, **life)
         if ended.returncode == 0:
             same = np.load(folder / "result.npy").tobytes() == wanted[rule]
-            return "" if same else f"other bits after {told}"
+            return "" if same else f"other bits after {lives}"
         if victim < 0 or ended.returncode not in (137, -9):
-            return f"exit code {ended.returncode} after {told}:\n{ended.stderr}"
-    return f"no end after {told}"
+            return f"exit code {ended.returncode} after {lives}:\n{ended.stderr}"
+    return f"no end after {lives}"
 
 
 def main():

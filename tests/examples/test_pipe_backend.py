@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import DTYPES, Call, Kind
+from mpishard.communication.contract.call import DTYPES, Call, CollectiveKind
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.testing import CommunicationConformance
 
@@ -260,7 +260,7 @@ def test_arrays_of_other_sorts_are_refused_before_anything_is_sent(pipes: Module
 
 
 def test_the_contents_of_a_message_travel() -> None:
-    call = Call.describe(Kind.GATHER, np.ones((2, 3), "bfloat16"), root=1, sequence=7)
+    call = Call.describe(CollectiveKind.GATHER, np.ones((2, 3), "bfloat16"), root=1, sequence=7)
     call.filename, call.line, call.method = "a file\nof two lines.py", 12, "FSDPModel.predict"
     assert Call.from_bytes(call.to_bytes()) == call
     error = PeerError("rank 3 left", 3)

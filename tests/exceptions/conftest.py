@@ -1,10 +1,10 @@
-"""The documented exceptions, as tables: where, for what, which, and what the message says.
+"""The documented exceptions as tables: condition, exception and message of each mistake.
 
 ``(section, condition, exception, message, call)``, where ``call`` gets what a rank has in hand. A
 section is that of the mirrored hierarchy: 1.1 models, 1.2 optimizers and data, 1.3 communication,
 1.4 configuration, 1.5 and 1.7 sharded models, 1.6 and 1.8 sharded optimizers, 1.11 helpers; A is
 what mpishard adds to it. A mistake that a rank can see alone is refused there, before anything is
-communicated or changed; what only the ranks together can see is refused on all of them.
+communicated or changed; mistakes that only a comparison of ranks finds are refused on all of them.
 
 Held elsewhere: a launcher of N and an MPI world of 1 (tests/communication/test_start.py,
 test_launcher.py), a rank that fails, leaves or never arrives (test_failures_in_memory.py,
@@ -32,12 +32,12 @@ X, Y = np.ones((3, 5)), np.ones((3, 2))
 
 @pytest.fixture(scope="session")
 def mistakes():
-    """This module: what a rank has in hand, and how a mistake is refused."""
+    """Return this module: objects of a rank, and the checks of a refusal."""
     return sys.modules[__name__]
 
 
 class BlackBox:
-    """The least that can be wrapped: no loss, no features, no graph, no predictions."""
+    """A model with the fewest members: no loss, features, graph or predictions."""
 
     def __init__(self):
         self.theta = np.ones(4)
@@ -54,7 +54,7 @@ class BlackBox:
 
 @dataclass
 class Rank:
-    """What a rank has in hand when it makes its mistake."""
+    """The objects of a rank that makes a mistake."""
 
     backend: ms.CommunicationBackend
     strategy: str
@@ -94,7 +94,7 @@ class Rank:
 
 
 def rows_of(rows, strategy):
-    """Condition, exception, message and call of the rows that are of the strategy."""
+    """Return condition, exception, message and call of the rows of a strategy."""
     for section, condition, error, message, call, *only in rows:
         if not only or strategy in only[0]:
             yield f"{section} {condition}", error, message, call
@@ -102,7 +102,7 @@ def rows_of(rows, strategy):
 
 @contextlib.contextmanager
 def named(condition):
-    """Say which row of the table it is that fails."""
+    """Name the row of the table that fails."""
     try:
         yield
     except BaseException as error:
@@ -111,7 +111,7 @@ def named(condition):
 
 
 def state_of(g):
-    """All that a mistake could have changed."""
+    """Return everything that a mistake could have changed."""
     return (
         g.model.local_parameter_shard.tobytes(),
         *(vector.tobytes() for vector in g.optimizer.state.values()),
@@ -122,7 +122,7 @@ def state_of(g):
 
 
 def refused(g, error, message, call):
-    """``call`` is refused and changes nothing."""
+    """Require that ``call`` is refused and changes nothing."""
     before = state_of(g)
     with pytest.raises(error, match=message):
         call(g)
@@ -130,13 +130,13 @@ def refused(g, error, message, call):
 
 
 def goes_on(g):
-    """The ranks are as they would be had nobody made a mistake."""
+    """Require that the ranks are in the state of ranks without a mistake."""
     assert g.backend.all_reduce(np.ones(1))[0] == 2
     g.optimizer.step(g.model, X, Y)
 
 
 def refused_alone(g, error, message, call):
-    """Before it is refused nothing is communicated, not even begun."""
+    """Fail if a collective begins before the refusal."""
     g.backend.barrier()
     g.backend.traffic.reset()
     sequence = g.backend._sequence

@@ -1,4 +1,4 @@
-"""Mistakes with sharded models and optimizers that a rank sees alone, in every strategy."""
+"""Mistakes with sharded models and optimizers that one rank finds, in every strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER = dict.fromkeys(STRATEGIES, "ddp") | {"ddp": "fsdp"}
 
 
 class Search(IOptimizer):
-    """An optimizer that knows no gradients."""
+    """An optimizer that is not gradient based."""
 
     def optimize(self, input_data):
         return None
@@ -275,7 +275,7 @@ WRAPPED = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2)
-def test_mistakes_with_what_is_sharded(mistakes, backend, shared_path, strategy):
+def test_mistakes_with_sharded_models(mistakes, backend, shared_path, strategy):
     g = mistakes.Rank(backend, strategy, shared_path)
     for condition, *row in mistakes.rows_of(WRAPPED, strategy):
         with mistakes.named(condition):

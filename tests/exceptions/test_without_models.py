@@ -42,7 +42,7 @@ def askew():
 
 
 def collectives(name, array):
-    """Every collective of ``g.<name>``, of what ``array`` makes."""
+    """Rows for every collective of ``g.<name>`` with the result of ``array``."""
 
     def backend(g):
         return getattr(g, name)
@@ -356,7 +356,7 @@ MISMATCHES = {
 
 
 @in_worlds(2)
-def test_mistakes_that_a_rank_sees_alone(mistakes, backend, shared_path):
+def test_mistakes_that_one_rank_finds(mistakes, backend, shared_path):
     g = mistakes.Rank(backend, "fsdp", shared_path)
     for condition, *row in mistakes.rows_of(LOCAL, g.strategy):
         with mistakes.named(condition):

@@ -1,4 +1,4 @@
-"""Mistakes with models and optimizers that know no ranks; there is nobody to communicate with."""
+"""Mistakes with plain models and optimizers, which communicate nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a job, and what the others must then see.
+"""The catalogue of faults on one rank of a job, and of their required reports.
 
 A fault is a function of a backend and of the rank that misbehaves, ``culprit``; the other ranks do
 what they would have done. Its expectations are words: ``{culprit}`` and ``{ranks}`` in them are
@@ -71,7 +71,7 @@ def fault(**options: object) -> _Row:
 
 
 def raises(words: str = "ValueError: boom", own: str = "ValueError") -> _Row:
-    """A fault of which every rank hears by the culprit's exception."""
+    """A fault that every rank reports with the culprit's exception."""
     return fault(
         errors=PEER, own=(own,), memory=("rank {culprit} failed", words), mpi=(*ENDED, words)
     )
@@ -83,8 +83,8 @@ def leaves(after: str) -> _Row:
 
 
 def differs(what: str, *words: str) -> _Row:
-    said = (f"do not match in {what}", "rank {culprit}: collective", "catalogue.py:", *words)
-    return fault(errors=MISMATCH, own=MISMATCH, memory=said, mpi=(*said, "the job ends"))
+    texts = (f"do not match in {what}", "rank {culprit}: collective", "catalogue.py:", *words)
+    return fault(errors=MISMATCH, own=MISMATCH, memory=texts, mpi=(*texts, "the job ends"))
 
 
 def killed(number: int, word: str) -> _Row:
@@ -290,7 +290,7 @@ def wrong_shape_of_one_ranks_batch(backend, culprit):
 
 
 def _with_gradients_under_way(backend, happens):
-    """Six steps with late gradients; ``happens`` before the sixth, with three under way."""
+    """Make six steps with delayed gradients; call ``happens`` with three gradients under way."""
     config = mpishard.ShardingConfiguration(backend)
     optimizer = mpishard.AsyncSGDOptimizer(mpishard.optimizers.SGD(0.01), config, 3)
     model = mpishard.DDPModel(mpishard.nn.MLP([6, 8, 2], seed=0), config)
@@ -330,7 +330,7 @@ def boom():
 
 @raises()
 def survivors_swallow_every_exception(backend, culprit):
-    """A loop that goes on whatever happens must come to its end, and the job to its own."""
+    """A loop that catches every exception must end, and so must the job."""
     last = None
     for number in range(50):
         try:
@@ -388,7 +388,7 @@ def leaves_a_receiver(backend, culprit):
 
 @fault(errors=PEER, memory=("rank {culprit}",), mpi=("rank {culprit}", "the job ends"))
 def leaves_a_group(backend, culprit):
-    """The culprit has another number in the group than in the world."""
+    """The culprit has different numbers in the group and in the world."""
     group = backend.split(0, key=-backend.rank)
     group.barrier()
     if backend.rank != culprit:
@@ -403,7 +403,7 @@ def one_iteration_less(backend, culprit):
 
 @leaves("100")
 def leaves_with_headers_open(backend, culprit):
-    """It issues more than its ring of headers holds, waits for none, and leaves."""
+    """It issues more collectives than its ring has slots, waits for none, and leaves."""
     works = [backend.all_reduce_async(np.array([number])) for number in range(100)]
     if backend.rank == culprit:
         return

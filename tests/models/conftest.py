@@ -65,7 +65,7 @@ def one_number(theta: Vector, x: Vector, y: Vector) -> tuple[float, Vector]:
 
 
 class LeastSquares:
-    """The least that a black box can be: three members, and no loss that it could tell."""
+    """The smallest black box: three members, and no loss."""
 
     def __init__(self, theta: Vector) -> None:
         self.theta = theta
@@ -177,7 +177,7 @@ def sgd_momentum(theta: Vector, g: Vector, state: dict[str, Vector], step: int) 
 
 
 def moments(g: Vector, state: dict[str, Vector], step: int) -> tuple[Vector, Vector]:
-    """Adam's, corrected for their bias."""
+    """Adam's moments, corrected for their bias."""
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
     state["v"] = 0.999 * state.get("v", 0) + 0.001 * g**2
     return state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.999**step)
@@ -235,7 +235,7 @@ RULES: dict[str, Callable[..., Optimizer]] = {
 
 
 def textbook(kind: str, rule: str) -> Callable[..., Vector]:
-    """The rule as the textbook has it; LAMB goes by the model's parameters, and is clipped."""
+    """The textbook's rule; LAMB uses norms of the model's parameters, and is clipped."""
     return lamb(_entries(kind), LIMIT) if rule == "lamb" else TEXTBOOK[rule]
 
 
@@ -297,7 +297,7 @@ def build(
     device: str = "cpu",
     offload: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    """Model and optimizer. Each rank's plain model has values of its own: rank 0's count."""
+    """Model and optimizer. Each rank's plain model has other values, and rank 0's are used."""
     model_class, optimizer_class = STRATEGIES[strategy]
     flags = {f"cpu_offload_{name}": True for name in offload}
     config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size, **flags)
@@ -365,7 +365,7 @@ def assert_equal(actual: Reference, expected: Reference, tolerance: float = 1e-1
 
 
 class Problems:
-    """What the tests of this folder share."""
+    """Fixtures of the tests of this folder."""
 
     Reference = Reference
     RATE = RATE

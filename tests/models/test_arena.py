@@ -1,4 +1,4 @@
-"""Training in memory that ranks share: what is sent, held and waited for."""
+"""Training in memory that ranks share: bytes that are sent and held, and waits."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_a_unit_is_a_view_of_what_the_node_holds(backend: Any, problems: Any) ->
     store = model.engine.parameters
     assert isinstance(store, NodeParameters)
     assert isinstance(model.engine.gradients, ShardedGradients)
-    for unit, piece in zip(model.units, store.held, strict=True):
+    for unit, piece in zip(model.units, store.local_pieces, strict=True):
         view, (owned,) = store.unshard(unit), store.owned([piece])
         assert np.shares_memory(view, owned) or piece.length == 0
         assert not view.flags.writeable
-        assert backend._regions.locate(view)[0] >= 0
+        assert backend._allocations.locate(view)[0] >= 0
         assert view.ctypes.data % 64 == 0
     optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
 
@@ -155,7 +155,7 @@ def test_a_step_that_failed_on_all_ranks_leaves_nothing_behind(
 @by_strategy
 @pytest.mark.mpi
 def test_a_step_makes_no_buffer(backend: Any, problems: Any, strategy: str) -> None:
-    """What gathers, reduces and updates is there before: only activations come and go."""
+    """Buffers exist before: a step allocates activations only."""
     width = 128
     model_class, optimizer_class = problems.STRATEGIES[strategy]
     config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
@@ -205,7 +205,7 @@ def test_after_a_rule_that_failed_nobody_writes_what_others_read(
 
 
 def slow(patch: Any, of: type, name: str, rank: int) -> None:
-    """Rank ``rank`` comes late out of a method, so that a missing fence shows."""
+    """Delay rank ``rank`` at the end of a method, so that a missing fence shows."""
     original = getattr(of, name)
 
     def late(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -262,7 +262,7 @@ def first_values_of_this_rank(patch: Any) -> None:
 
     def mutant(self: Any, unit: Any, full: Any) -> None:
         original(self, unit, full)
-        (mine,) = self.owned([self.held[unit.index]])
+        (mine,) = self.owned([self.local_pieces[unit.index]])
         mine += 0.01 * self.backend.rank
 
     patch.setattr(NodeParameters, "fill", mutant)
@@ -310,7 +310,7 @@ def stale_units(patch: Any) -> None:
     ],
     indirect=["path"],
 )
-def test_the_equality_check_kills(
+def test_the_equality_check_finds_each_fault(
     problems: Any, monkeypatch: Any, mutant: Any, strategy: str, path: str
 ) -> None:
     expected = problems.train_sequentially("mlp", problems.TEXTBOOK["adamw"], steps=3)

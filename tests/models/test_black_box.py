@@ -1,4 +1,4 @@
-"""Black boxes: objects of the user's that have three members, and are asked for no more."""
+"""Black boxes: objects of the user's that need three members and no more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ both = pytest.mark.parametrize(
 
 
 class Least:
-    """The least that a black box can be: least squares without a loss, a name or a base class."""
+    """The smallest black box: least squares without a loss, a name or a base class."""
 
     def __init__(self) -> None:
         self.theta = np.zeros(3)
@@ -57,7 +57,7 @@ Slotted = type(  # an object that nothing can be attached to
 
 
 class WithLoss(Least):
-    """One that can tell its loss, by `predict` and a loss object."""
+    """A black box with a loss, by `predict` and a loss object."""
 
     default_loss_function = nn.MSE()
 
@@ -120,7 +120,7 @@ def test_a_missing_member_is_named_before_anything_is_sent(
 
 
 @in_worlds(1, 2)
-def test_members_are_asked_for_when_they_are_needed(backend: Any) -> None:
+def test_a_member_is_required_when_it_is_needed(backend: Any) -> None:
     model = DDPModel(Least(), ShardingConfiguration(backend))
     with pytest.raises(MissingMemberError, match="Least has no member 'predict'"):
         model.predict(X)
@@ -129,7 +129,7 @@ def test_members_are_asked_for_when_they_are_needed(backend: Any) -> None:
 
 
 @in_worlds(2)
-def test_another_loss_is_named_to_the_box_or_refused(backend: Any) -> None:
+def test_another_loss_is_passed_to_the_black_box_or_refused(backend: Any) -> None:
     config, loss = ShardingConfiguration(backend), nn.MSE()
     plain = WithLoss()
     DDPModel(plain, config).compute_gradients(X, Y, loss)
@@ -219,7 +219,7 @@ def test_an_exception_in_all_boxes_can_be_caught(
     np.testing.assert_allclose(model.get_parameters(), descent(2), rtol=0, atol=1e-12)
 
 
-def test_one_warning_says_what_is_not_sharded(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_names_what_is_not_sharded(caplog: pytest.LogCaptureFixture) -> None:
     def wrap(model_class: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.INFO, "mpishard"):
@@ -287,7 +287,7 @@ def test_losses_as_users_write_them(backend: Any, kind: Any) -> None:
 
 
 @in_worlds(1)
-def test_what_a_black_box_returns_is_looked_at(backend: Any) -> None:
+def test_values_that_a_black_box_returns_are_checked(backend: Any) -> None:
     class Alone(MakesItsLoss):
         def compute_loss_and_gradients(self, x: Any, y: Any) -> Any:
             return 1.0
@@ -307,7 +307,7 @@ def test_what_a_black_box_returns_is_looked_at(backend: Any) -> None:
 
 
 class Scaled(Least):
-    """One that scales its inputs by a number that training does not change."""
+    """A black box that scales its inputs by a number that training does not change."""
 
     def __init__(self, scale: float = 0.0) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ def test_a_checkpoint_holds_what_a_black_box_serializes(
     ms.as_distributed(Least(), backend, "ddp").load_model(shared_path / "own")
 
 
-def test_a_black_box_without_serialize_is_warned_of_once(caplog: Any, tmp_path: Any) -> None:
+def test_a_black_box_without_serialize_gets_one_warning(caplog: Any, tmp_path: Any) -> None:
     with (
         ms.InMemoryCommunicationBackend(0, 1, "unsaved") as backend,
         caplog.at_level(logging.WARNING, "mpishard"),

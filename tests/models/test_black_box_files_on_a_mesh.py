@@ -1,4 +1,4 @@
-"""What a mesh writes of a black box any other mesh, and one process, reads; and its copies."""
+"""Checkpoints of a black box on a mesh load on other meshes and in one process. Copies."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sequential(problems: Any, kind: str, rule: str = "adamw", count: int = 5) ->
 @pytest.mark.parametrize("kind", ["function", "autograd", "one_number"])
 @pytest.mark.parametrize("way", ["directory", "bytes"])
 @in_worlds(2, 3, 4)
-def test_goes_on_at_another_mesh(
+def test_a_run_continues_on_another_mesh(
     backend: Any, problems: Any, shared_path: Any, kind: str, way: str
 ) -> None:
     expected = sequential(problems, kind)
@@ -236,8 +236,8 @@ def test_copies_and_vectors(backend: Any, problems: Any, kind: str) -> None:
 
 
 @in_worlds(1, 2, 4)
-def test_predict_is_each_ranks_own(backend: Any) -> None:
-    """Every rank has all parameters: rows may differ, and a rank may ask alone."""
+def test_each_rank_predicts_alone(backend: Any) -> None:
+    """Every rank has all parameters: rows may differ, and one rank may predict alone."""
     model = HybridShardedModel(
         ms.FunctionModel(lambda t, x, y: (0.0, t), np.arange(3.0), lambda t, x: x @ t),
         ShardingConfiguration(backend),
@@ -249,7 +249,7 @@ def test_predict_is_each_ranks_own(backend: Any) -> None:
 
 @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
 @in_worlds(1, 2, 3, 4)
-def test_what_is_frozen_stays(backend: Any, problems: Any, data: str) -> None:
+def test_frozen_parameters_do_not_change(backend: Any, problems: Any, data: str) -> None:
     """Some ranks own parts of frozen parameters alone, and have no gradient at all."""
     plain = problems.MODELS["autograd"](0)
     frozen = [e.name for e in plain.parameter_entries][1:]

@@ -1,4 +1,4 @@
-"""A black box on a mesh trains as in one process: the data axis as alone, the others repeat it."""
+"""A black box on a mesh trains as in one process: pipeline and tensor ranks repeat the work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def meshes(world_size: int) -> list[tuple[int, int, int]]:
 
 
 def rows() -> list[tuple[Any, ...]]:
-    """Every mesh with two of the kinds, or with all; the other choices go round."""
+    """Every mesh with two of the kinds, or with all; the other choices alternate."""
     ways = list(product(DATA, ("sgd", "adamw", "lamb"), ("off", "on", "deferred")))
     generator = np.random.default_rng(0)
     kinds, found = cycle(KINDS), []
@@ -60,7 +60,7 @@ def build(
     rule_options: Any = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Model and optimizer; each rank's plain model has values of its own: rank 0's count."""
+    """Model and optimizer. Each rank's plain model has other values, and rank 0's are used."""
     config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
     model = HybridShardedModel(problems.MODELS[kind](backend.rank), config, *mesh, **options)
     optimizer = HybridShardedOptimizer(problems.RULES[rule](**(rule_options or {})), config, *mesh)
@@ -70,7 +70,7 @@ def build(
 def local_batch(
     model: Any, problems: Any, kind: str, step: int, part: int = 0, of: int = 1
 ) -> tuple[Any, Any]:
-    """What the data rank has of the global batch, or of a part of it."""
+    """Samples of the data rank in the global batch, or in a part of it."""
     x, y = problems.batch(kind, step)
     start, stop = (len(x) * index // of for index in (part, part + 1))
     x, y = x[start:stop], y[start:stop]
@@ -316,10 +316,10 @@ def wrapped_apart(backend: Any, problems: Any, layout: str, wrapper: str) -> tup
 
 @pytest.mark.parametrize("wrapper", ["compression", "local-sgd"])
 @pytest.mark.parametrize(("layout", "alone"), [("2x1", "ddp"), ("1x2x2 fsdp", "fsdp/2")])
-def test_repeats_of_replicas_exchange_the_same_codes(
+def test_ranks_that_repeat_work_exchange_the_same_codes(
     problems: Any, shared_path: Any, layout: str, alone: str, wrapper: str
 ) -> None:
-    """The parameters of two replicas have the bits that replicas without repeats have."""
+    """Two replicas with repeated work have the bits of replicas without it."""
 
     def train(backend: Any, layout: str) -> Any:
         def steps(model: Any, optimizer: Any, *numbers: int) -> None:
@@ -345,7 +345,7 @@ def test_repeats_of_replicas_exchange_the_same_codes(
 
 
 @in_worlds(2)
-def test_what_is_no_array_is_compared_by_its_length(backend: Any) -> None:
+def test_batches_that_are_no_arrays_are_compared_by_length(backend: Any) -> None:
     class Words(Ten):
         def compute_gradients(self, x: Any, y: Any) -> Any:
             return np.full(10, float(len(x[0])))

@@ -32,7 +32,7 @@ def total(backend: CommunicationBackend, nbytes: int) -> int:
 
 
 def bytes_of_totals(backend: CommunicationBackend) -> int:
-    """What this rank sends in the small all-reduce of a step, measured."""
+    """Bytes that this rank sends in the small all-reduce of a step, measured."""
     backend.traffic.reset()
     backend.all_reduce(TOTALS.copy())
     return backend.traffic.total_bytes
@@ -41,7 +41,7 @@ def bytes_of_totals(backend: CommunicationBackend) -> int:
 def bytes_of_step(
     backend: CommunicationBackend, problems: Any, model: Any, optimizer: Any, kind: str
 ) -> int:
-    """What this rank sends in a step beside that; the same in every step."""
+    """Bytes that this rank sends in the rest of a step; the same in every step."""
     totals = bytes_of_totals(backend)
     optimizer.bind(model)  # compares the ranks' rules, once
     sent = set()
@@ -100,7 +100,7 @@ def test_a_black_box_sends_as_much_as_data_parallelism(
 @by_unit_size
 @by_strategy
 @in_worlds(3)
-def test_one_collective_for_each_thing_that_must_travel(
+def test_a_step_makes_no_collective_that_it_does_not_need(
     backend: Any, problems: Any, kind: str, unit_size: int, strategy: str
 ) -> None:
     model, optimizer = problems.build(backend, kind, strategy, "adamw", unit_size)
@@ -120,7 +120,7 @@ def test_one_collective_for_each_thing_that_must_travel(
 
 @by_strategy
 @in_worlds(2, 4)
-def test_where_sizes_divide_every_rank_sends_as_much(
+def test_ranks_send_equal_numbers_of_bytes_if_sizes_divide(
     backend: Any, problems: Any, strategy: str
 ) -> None:
     model_class, _ = problems.STRATEGIES[strategy]

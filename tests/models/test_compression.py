@@ -33,7 +33,7 @@ def rounded(array: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 @in_worlds(1, 2, 3, 4)
-def test_what_arrives_is_the_float32_sum_of_rounded_gradients(
+def test_the_result_is_the_float32_sum_of_rounded_gradients(
     backend: Any, problems: Any, strategy: str, dtype: str, path: str
 ) -> None:
     model = build(backend, problems, strategy, dtype, compress=True)

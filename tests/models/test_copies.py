@@ -1,4 +1,4 @@
-"""Copies of a sharded model have all that changes to themselves, and go on where it was."""
+"""Copies of a sharded model share no parameters with it, and continue at its step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_copy_of_a_frozen_model_stays_frozen(backend: Any) -> None:
 
 
 class Box:
-    """A black box that tells its loss, and only together with the gradient."""
+    """A black box that returns its loss only together with the gradient."""
 
     def __init__(self) -> None:
         self.theta = np.ones(3)
@@ -92,7 +92,7 @@ def test_a_copied_black_box_trains_with_its_own_loss(backend: Any, strategy: str
 
 
 @in_worlds(1, 2)
-def test_a_copy_goes_on_with_the_original_s_randomness(backend: Any) -> None:
+def test_a_copy_draws_the_masks_of_the_original(backend: Any) -> None:
     chain = nn.Sequential({"a": nn.Linear(5, 9), "drop": nn.Dropout(0.5), "b": nn.Linear(9, 2)})
     plain = nn.Model(chain, nn.MSE(), input_shape=(5,), seed=3)
     model = ms.as_distributed(plain, backend, "fsdp")
@@ -106,7 +106,7 @@ def test_a_copy_goes_on_with_the_original_s_randomness(backend: Any) -> None:
 
 
 @in_worlds(1, 3)
-def test_a_file_goes_on_with_the_model_s_step(backend: Any, shared_path: Any) -> None:
+def test_a_loaded_model_continues_at_the_saved_step(backend: Any, shared_path: Any) -> None:
     chain = nn.Sequential({"a": nn.Linear(5, 9), "drop": nn.Dropout(0.5), "b": nn.Linear(9, 2)})
 
     def wrapped() -> Any:
@@ -142,7 +142,7 @@ def test_a_copy_of_drifted_replicas_has_drifted(backend: Any, problems: Any) -> 
 
 @by_strategy
 @in_worlds(1, 2)
-def test_what_waits_for_its_update_is_not_made_stale(
+def test_parameters_cannot_change_while_gradients_wait_for_an_update(
     backend: Any, problems: Any, strategy: str, shared_path: Any
 ) -> None:
     model, optimizer = problems.build(backend, "mlp", strategy)
@@ -164,7 +164,7 @@ def test_what_waits_for_its_update_is_not_made_stale(
 
 @by_strategy
 @in_worlds(2, 3)
-def test_ranks_that_would_update_differently_are_told(
+def test_updates_that_differ_between_ranks_are_refused(
     backend: Any, problems: Any, strategy: str
 ) -> None:
     model, _ = problems.build(backend, "mlp", strategy)
@@ -206,7 +206,7 @@ def test_closing_a_clone_leaves_the_original_s_round(backend: Any, problems: Any
 
 @by_strategy
 @in_worlds(1, 2)
-def test_a_pickle_is_refused_with_the_ways_that_there_are(
+def test_pickling_is_refused_with_the_alternatives(
     backend: Any, problems: Any, strategy: str
 ) -> None:
     model, optimizer = problems.build(backend, "mlp", strategy)

@@ -53,7 +53,7 @@ def test_a_pipeline_has_the_products_of_one_rank(backend: Any, gpu: Any) -> None
 
 
 @in_worlds(1)
-def test_other_models_and_places_are_refused(backend: Any, gpu: Any) -> None:
+def test_models_and_devices_without_the_precision_are_refused(backend: Any, gpu: Any) -> None:
     with pytest.raises(ValueError, match="on the host: only GPUs have TF32"):
         ms.as_distributed(ms.nn.MLP([2, 2], dtype="float32"), backend, precision="tf32")
     for precision in ("tf32", "bfloat16"):

@@ -1,4 +1,4 @@
-"""Sharded models on a GPU, or on its stand-in: whose arrays lie where, and how many bytes."""
+"""Sharded models on a GPU, or on its stand-in: devices of all arrays, and their bytes."""
 
 import logging
 import threading
@@ -74,7 +74,9 @@ def test_another_thread_of_a_rank_computes_on_its_gpu_too(problems, gpu):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("offload", [(), ("optimizer",), ("gradients",), ("parameters",), ALL])
-def test_bytes_lie_where_the_flags_say(problems, strategy, offload, gpu, messages_only):
+def test_each_offload_flag_moves_its_bytes_to_the_host(
+    problems, strategy, offload, gpu, messages_only
+):
     def body(backend):
         model, optimizer = trained(backend, problems, strategy, offload)
         held = model.memory.held
@@ -103,7 +105,7 @@ def test_bytes_lie_where_the_flags_say(problems, strategy, offload, gpu, message
     run_in_threads(2, body)
 
 
-def test_peaks_are_by_place_too(problems, gpu, messages_only):
+def test_peaks_are_counted_for_host_and_device(problems, gpu, messages_only):
     def body(backend):
         model, _ = trained(backend, problems, "fsdp", ("parameters",))
         peak = model.memory.peak
@@ -157,7 +159,7 @@ def test_surface(backend, problems, strategy, offload, gpu, shared_path):
 @pytest.mark.parametrize("offload", [(), ALL])
 @in_worlds(2)
 def test_rounds_compression_and_drifting(backend, problems, offload, gpu):
-    """What the engine does beside plain steps is the same on a GPU."""
+    """Rounds, compression and drifting replicas give the same results on a GPU."""
     found = {}
     for device in ("cpu", "cuda"):
         model, optimizer = problems.build(
@@ -177,7 +179,7 @@ def test_rounds_compression_and_drifting(backend, problems, offload, gpu):
     np.testing.assert_allclose(found["cuda"], found["cpu"], rtol=0, atol=1e-12)
 
 
-def test_what_was_staged_for_an_update_may_change(gpu):
+def test_arrays_may_change_after_they_were_staged_for_an_update(gpu):
     """The gradients of an update on the GPU come from pinned memory, which the next round uses."""
     device, backend = Device.parse("cuda"), InMemoryCommunicationBackend(0, 1, "staged")
     layout = StoreLayout(
@@ -211,7 +213,7 @@ def test_the_memory_that_is_pinned_is_booked(problems, strategy, gpu, messages_o
     run_in_threads(1, body)
 
 
-def test_on_the_host_the_flags_change_nothing_and_say_so_once(problems, caplog):
+def test_offload_flags_change_nothing_on_the_host_and_are_logged_once(problems, caplog):
     caplog.set_level(logging.INFO, "mpishard")
 
     def body(backend):

@@ -1,4 +1,4 @@
-"""Replicas that differ by a bit are found, with the rank and the parameter."""
+"""`check_replicas` finds replicas that differ by a bit, with the rank and the parameter."""
 
 import numpy as np
 import pytest
@@ -29,9 +29,11 @@ def data(model, **options):
 
 
 def flip(model, name):
-    """Flip one bit of this rank's copy of a parameter, of what it holds."""
+    """Flip one bit of this rank's copy of a parameter, in the pieces that it holds."""
     parameters = model.engine.parameters
-    for piece, array in zip(parameters.held, parameters.owned(parameters.held), strict=True):
+    for piece, array in zip(
+        parameters.local_pieces, parameters.owned(parameters.local_pieces), strict=True
+    ):
         for region, values in model.engine.placement.cut([(piece.start, array)]):
             if region.name == name:
                 values.view(np.uint8)[3] ^= 16
@@ -96,7 +98,7 @@ def test_the_loop_compares_every_so_many_steps(backend):
 
 
 @in_worlds(4)
-def test_a_mesh_compares_what_tensor_and_data_ranks_hold_alike(backend):
+def test_a_mesh_compares_copies_of_tensor_and_data_ranks(backend):
     model, optimizer = wrap(
         backend, "hybrid", pipeline_parallel_size=1, tensor_parallel_size=2, data_parallel_size=2
     )
@@ -116,7 +118,7 @@ def test_sharded_parameters_have_no_replica(backend, caplog):
     assert model.check_replicas() == 0
 
 
-def test_says_once_that_there_is_nothing_to_compare(caplog):
+def test_one_line_is_logged_if_there_is_nothing_to_compare(caplog):
     def main(backend):
         model, optimizer = wrap(backend, "fsdp")
         optimizer.optimize(data(model, digest_every=2))

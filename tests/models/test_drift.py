@@ -20,7 +20,7 @@ def build(backend: Any, problems: Any, kind: str = "mlp", strategy: str = "ddp")
 
 
 def parts(backend: Any, problems: Any) -> Any:
-    """Uneven, and nobody without."""
+    """Uneven batches, none of them empty."""
     x, y = problems.batch("mlp", 3)
     mine = slice(2 * backend.rank, 2 * backend.rank + 2)
     if backend.rank == backend.world_size - 1:
@@ -31,7 +31,7 @@ def parts(backend: Any, problems: Any) -> Any:
 @pytest.mark.parametrize("kind", ["mlp", "function"])
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 @in_worlds(1, 2, 3)
-def test_a_local_step_is_that_rank_s_own_and_sends_nothing(
+def test_a_local_step_uses_the_ranks_own_batch_and_sends_nothing(
     backend: Any, problems: Any, kind: str, path: str
 ) -> None:
     model, _ = build(backend, problems, kind)
@@ -63,7 +63,9 @@ def test_one_local_step_and_synchronising_is_one_synchronised_step(
 
 
 @in_worlds(2)
-def test_what_needs_equal_replicas_says_so(backend: Any, problems: Any, shared_path: Any) -> None:
+def test_calls_that_need_equal_replicas_are_refused_while_they_differ(
+    backend: Any, problems: Any, shared_path: Any
+) -> None:
     model, optimizer = build(backend, problems)
     _, (x, y) = parts(backend, problems)
     optimizer.step(model, x, y)
@@ -79,7 +81,7 @@ def test_what_needs_equal_replicas_says_so(backend: Any, problems: Any, shared_p
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
-def test_what_is_sharded_cannot_drift(problems: Any, strategy: str) -> None:
+def test_sharded_strategies_refuse_local_steps(problems: Any, strategy: str) -> None:
     def body(backend: Any) -> None:
         model, optimizer = build(backend, problems, strategy=strategy)
         backend.traffic.reset()

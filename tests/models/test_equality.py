@@ -68,7 +68,7 @@ def sample(world_size: int) -> list[tuple[Any, ...]]:
 
 
 def of_all_pairs_but_models(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Those rows of a sample in which all pairs but those with a model meet, and every model is.
+    """Rows of a sample in which all pairs without a model meet, and every model occurs.
 
     For MPI, and for worlds of other sizes than 3.
     """
@@ -116,7 +116,7 @@ def check(
     backend: CommunicationBackend, problems: Any, kind: str, strategy: str, rule: str,
     **options: Any,
 ) -> float:  # fmt: skip
-    """Twice in one world, which finds buffers that are stale; the second time without looking.
+    """Train twice in one world, which finds stale buffers; the second time without comparing.
 
     Three steps, and without looking two, which is one more than a buffer needs to be stale; with
     --full five. Returns the largest difference of any parameter.
@@ -235,7 +235,7 @@ _bits_on_threads: dict[tuple[str, int], Any] = {}
 
 @pytest.fixture
 def bits_on_threads(problems: Any, kind: str, world_size: int, path: str) -> Any:
-    """What comes out on threads, by the first path for which it is asked for."""
+    """Results on threads, computed by the first path that needs them."""
     if (kind, world_size) not in _bits_on_threads:
         runs = run_in_threads(
             world_size, problems.train_sharded, kind, "fsdp", "adamw", 60, steps=3

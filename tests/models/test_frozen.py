@@ -1,4 +1,4 @@
-"""What is frozen stays, and has neither gradient nor state."""
+"""Frozen parameters do not change, and have neither gradient nor state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names_of(entries: Any, prefixes: tuple[str, ...]) -> frozenset[str]:
 
 
 def mask_of(entries: Any, names: frozenset[str], length: int) -> Any:
-    """1 for what is trained."""
+    """1 for trained parameters, 0 for frozen ones."""
     mask = np.ones(length)
     for entry in entries:
         if entry.name in names:
@@ -39,7 +39,7 @@ def mask_of(entries: Any, names: frozenset[str], length: int) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
 @in_worlds(1, 3)
-def test_training_goes_on_around_what_is_frozen(
+def test_the_other_parameters_train_if_some_are_frozen(
     backend: Any, problems: Any, what: str, strategy: str, path: str
 ) -> None:
     entries = problems.MODELS["mlp"](0).parameter_table.entries
@@ -94,7 +94,7 @@ def test_a_frozen_unit_has_no_gradient_no_state_and_sends_nothing(
 
 
 @in_worlds(2)
-def test_state_holds_what_is_trained_alone(backend: Any, problems: Any) -> None:
+def test_state_holds_trained_parameters_only(backend: Any, problems: Any) -> None:
     options = {"parameter_options": {"*.bias": {"frozen": True}}}
     model, optimizer = problems.build(backend, "mlp", "fsdp", "adamw", 10**6, options)
     names = names_of(model.parameter_entries, FROZEN["biases"])
@@ -106,7 +106,9 @@ def test_state_holds_what_is_trained_alone(backend: Any, problems: Any) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2)
-def test_gradients_of_what_is_frozen_are_zero(backend: Any, problems: Any, strategy: str) -> None:
+def test_gradients_of_frozen_parameters_are_zero(
+    backend: Any, problems: Any, strategy: str
+) -> None:
     model, _ = problems.build(backend, "mlp", strategy)
     x, y = problems.batch("mlp", 0)
     before = model.compute_gradients(x, y)
@@ -159,7 +161,7 @@ def test_two_optimizers_may_train_parts_in_turn(backend: Any, problems: Any) -> 
 
 
 @in_worlds(2)
-def test_something_must_be_left_to_train(backend: Any, problems: Any) -> None:
+def test_freezing_all_parameters_is_refused(backend: Any, problems: Any) -> None:
     model, optimizer = problems.build(
         backend, "mlp", "fsdp", "sgd", 1, {"parameter_options": {"*": {"frozen": True}}}
     )

@@ -48,14 +48,14 @@ def test_every_mesh_draws_the_plain_models_tokens(backend: Any, options: Any) ->
 
 @pytest.mark.parametrize("model_class", [DDPModel, FSDPModel])
 @in_worlds(1, 3)
-def test_data_parallel_models_too(backend: Any, model_class: Any) -> None:
+def test_data_parallel_models_draw_the_plain_models_tokens(backend: Any, model_class: Any) -> None:
     expected = gpt().generate([3, 1, 4], 9, 0)
     model = model_class(gpt(), ShardingConfiguration(backend))
     np.testing.assert_array_equal(model.generate([3, 1, 4], 9, 0), expected)
 
 
 @in_worlds(2)
-def test_refuses_what_cannot_be_generated(backend: Any) -> None:
+def test_wrong_arguments_of_generate_are_refused(backend: Any) -> None:
     model = HybridShardedModel(gpt(), ShardingConfiguration(backend), 2)
     with pytest.raises(ValueError, match="token 12 is outside the vocabulary"):
         model.generate([12], 1)

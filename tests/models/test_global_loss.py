@@ -1,4 +1,4 @@
-"""`loss_and_gradients` and `evaluate`: of all ranks' samples, for optimizers of the user's own."""
+"""`loss_and_gradients` and `evaluate`: means over all ranks' samples, for users' optimizers."""
 
 from __future__ import annotations
 
@@ -47,14 +47,18 @@ def check(model: Any, problems: Any, kind: str, rank: int, size: int) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
 @in_worlds(1, 2, 3)
-def test_equal_those_of_one_process(backend: Any, problems: Any, strategy: str, kind: str) -> None:
+def test_loss_and_gradient_equal_those_of_one_process(
+    backend: Any, problems: Any, strategy: str, kind: str
+) -> None:
     model, _ = problems.build(backend, kind, strategy)
     check(model, problems, kind, backend.rank, backend.world_size)
 
 
 @pytest.mark.parametrize(("world_size", "mesh", "options"), MESHES)
 @in_worlds()
-def test_on_a_mesh(backend: Any, problems: Any, mesh: Any, options: Any) -> None:
+def test_loss_and_gradient_on_a_mesh_equal_those_of_one_process(
+    backend: Any, problems: Any, mesh: Any, options: Any
+) -> None:
     config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
     for kind in ("mlp", "function"):
         model = HybridShardedModel(problems.MODELS[kind](backend.rank), config, *mesh, **options)
@@ -62,7 +66,7 @@ def test_on_a_mesh(backend: Any, problems: Any, mesh: Any, options: Any) -> None
 
 
 @in_worlds(1, 3)
-def test_dropout_goes_by_the_global_sample(backend: Any, problems: Any) -> None:
+def test_dropout_masks_depend_on_the_global_sample(backend: Any, problems: Any) -> None:
     model, _ = problems.build(backend, "dropout", "fsdp")
     x, y = problems.batch("dropout", 1)
     own = problems.part(len(x), 1, backend.rank, backend.world_size)
@@ -76,7 +80,7 @@ def test_dropout_goes_by_the_global_sample(backend: Any, problems: Any) -> None:
 
 
 class Remembering(AutogradModel):
-    """It remembers the inputs of its last pass; the ranks have those of rank 0."""
+    """A model that keeps the inputs of its last pass; all ranks get those of rank 0."""
 
     last = np.zeros(5)
 
@@ -84,7 +88,7 @@ class Remembering(AutogradModel):
         self.last = x.sum(axis=0)
         return super().forward_pass(x, y, loss)
 
-    def settle(self, ranks: Any) -> bool:
+    def share_changed_state(self, ranks: Any) -> bool:
         self.last = ranks.broadcast(self.last.copy(), root=0)
         return True
 
@@ -118,7 +122,9 @@ def test_an_unknown_loss_and_an_infinite_one(backend: Any, problems: Any) -> Non
 
 
 @in_worlds(1, 2)
-def test_neither_touches_a_round_of_accumulation(backend: Any, problems: Any) -> None:
+def test_loss_and_gradient_leave_a_round_of_accumulation_as_it_is(
+    backend: Any, problems: Any
+) -> None:
     model, optimizer = problems.build(backend, "mlp", "zero2")
     batch = problems.local_batch(backend, "mlp", 1)
     with model.accumulate():

@@ -37,7 +37,7 @@ def _one_blas_thread() -> Iterator[None]:
 
 
 def global_batch(problems: Any, kind: str, step: int, shares: str) -> tuple[Any, Any]:
-    """Of 7, 9, 11 .. samples for 8 leaves, so that one of the first has none; or of 16."""
+    """Batches of 7, 9, 11 .. samples for 8 leaves, so that one leaf is empty; or of 16."""
     if shares == "uneven":
         return problems.batch(kind, step)
     x, y = problems.batch(kind, step + 5)
@@ -71,7 +71,7 @@ def build(
 def walk(
     problems: Any, kind: str, model: Any, optimizer: Any, shares: str, steps: Iterable[int]
 ) -> Bits:
-    """Of each step loss, norm and weight, and the parameters afterwards."""
+    """Loss, norm and weight of each step, and the parameters after it."""
     found = []
     for step in steps:
         x, y = global_batch(problems, kind, step, shares)
@@ -143,7 +143,7 @@ def test_every_world_and_strategy(
 def test_by_messages_and_between_nodes(
     backend: Any, problems: Any, strategy: str, path: str
 ) -> None:
-    """With one unit, and with many, of which not all are of the same length."""
+    """With one unit, and with many units of several lengths."""
     for unit_size in (1, 1000):
         expected = bits_of(problems, 8, "mlp", "ddp", "adamw", unit_size=unit_size)
         found = bits(backend, problems, "mlp", strategy, "adamw", unit_size=unit_size)
@@ -161,7 +161,7 @@ def test_every_kind_of_model(backend: Any, problems: Any, kind: str) -> None:
 @pytest.mark.parametrize("rule", ["sgd", "lamb"])
 @in_worlds(4)
 def test_norms_of_parameters_too(backend: Any, problems: Any, rule: str) -> None:
-    """Some frozen: the ranges that count are other ones."""
+    """Some parameters are frozen, so that other ranges count in norms."""
     frozen = {"rule_options": {"parameter_options": {"linear1.*": {"frozen": True}}}}
     for strategy in ("ddp", "fsdp"):
         for options in ({}, frozen):
@@ -190,7 +190,7 @@ def test_on_a_gpu(
 
 
 def test_losses_go_through_the_tree() -> None:
-    """In a row another one is rounded off."""
+    """A sum in a row would round differently."""
     parts = [1.0, 1e17, -1e17, 1.0, 2.0, 3.0, 4.0, 5.0]
     weights = list(range(8))
 
@@ -209,8 +209,8 @@ def test_losses_go_through_the_tree() -> None:
         assert run_in_threads(world_size, body) == [(expected, 28.0)] * world_size
 
 
-def test_dealt_in_blocks_the_bits_are_others(problems: Any, monkeypatch: Any) -> None:
-    """So it is the order in which leaves are dealt that the other tests see."""
+def test_leaves_in_blocks_would_give_other_bits(problems: Any, monkeypatch: Any) -> None:
+    """This shows that the other tests depend on the order in which ranks take leaves."""
     expected = bits_of(problems, 1, "mlp", "ddp", "sgd", "even")
     cyclic = run_in_threads(2, bits, problems, "mlp", "ddp", "sgd", "even")[0]
     monkeypatch.setattr(LeafLayout, "slices", blocked)
@@ -275,7 +275,7 @@ def test_copies_and_a_changed_set_of_frozen_parameters(backend: Any, problems: A
     ("worlds", "strategies"),
     [((4, 3, 8), ("fsdp", "ddp", "zero1")), ((1, 8, 2), ("zero2", "zero3", "fsdp"))],
 )
-def test_goes_on_in_other_worlds(
+def test_a_run_continues_in_other_worlds_with_the_same_bits(
     problems: Any, tmp_path: Any, worlds: Any, strategies: Any, rule: str
 ) -> None:
     def go_on(backend: Any, strategy: str, part: int) -> Bits:
@@ -295,7 +295,9 @@ def test_goes_on_in_other_worlds(
 
 
 @in_worlds(2, 4)
-def test_goes_on_from_a_run_on_threads(backend: Any, problems: Any, shared_path: Any) -> None:
+def test_a_run_on_threads_continues_under_mpi(
+    backend: Any, problems: Any, shared_path: Any
+) -> None:
     def first(world: Any) -> None:
         model, optimizer = build(world, problems, "mlp", "fsdp", "adamw")
         walk(problems, "mlp", model, optimizer, "uneven", range(2))
@@ -357,7 +359,7 @@ def test_the_loop_in_other_worlds(problems: Any, tmp_path: Any) -> None:
         (16, "has 16: start 8 ranks, or .*=16 or None"),
     ],
 )
-def test_worlds_that_cannot_reproduce(problems: Any, world: int, what: str) -> None:
+def test_worlds_that_cannot_reproduce_are_refused(problems: Any, world: int, what: str) -> None:
     def body(backend: Any) -> int:
         with pytest.raises(ValueError, match=what):
             build(backend, problems, "mlp", "fsdp", "sgd")
@@ -382,7 +384,7 @@ def test_the_data_axis_only(problems: Any, sizes: Mapping[str, int]) -> None:
 
 @pytest.mark.parametrize("data_parallel_strategy", ["ddp", "zero2"])
 def test_a_mesh_of_data_alone(problems: Any, data_parallel_strategy: str) -> None:
-    """Also where a leaf is computed in micro-batches."""
+    """Also if a leaf is computed in micro-batches."""
 
     def body(backend: Any, micro_batch_count: int) -> Bits:
         config = ms.ShardingConfiguration(backend, gradient_leaves=8)
@@ -400,7 +402,7 @@ def test_a_mesh_of_data_alone(problems: Any, data_parallel_strategy: str) -> Non
 
 
 @pytest.mark.parametrize("choice", ["auto_sync_gradients", "enable_gradient_compression"])
-def test_choices_that_do_not_go_with_it(problems: Any, choice: str) -> None:
+def test_choices_that_change_bits_are_refused_beside_leaves(problems: Any, choice: str) -> None:
     chosen = {choice: choice == "enable_gradient_compression"}
 
     def body(backend: Any) -> None:
@@ -415,7 +417,7 @@ def test_choices_that_do_not_go_with_it(problems: Any, choice: str) -> None:
     run_in_threads(2, body)
 
 
-def test_refused_as_clearly(problems: Any) -> None:
+def test_later_choices_are_refused_before_a_step(problems: Any) -> None:
     x, y = problems.batch("mlp", 3)  # 13 samples
 
     def body(backend: Any) -> None:
@@ -429,7 +431,7 @@ def test_refused_as_clearly(problems: Any) -> None:
         with pytest.raises(ValueError, match=r"ranks pass \[7, 6\].*were given \[4, 9\]"):
             optimizer.step(model, x[uneven], y[uneven])
         mine = ms.ShardLayout(13, 2).slice(backend.rank)  # the numbers fit, the places do not
-        with pytest.raises(ValueError, match=r"begin at \[0, 2\].*said to begin at \[0, 7\]"):
+        with pytest.raises(ValueError, match=r"begin at \[0, 2\].*with the first at \[0, 7\]"):
             optimizer.step_report(model, x[mine], y[mine], sample_start=mine.start)
         data = ms.OptimizationInputData(
             model=model, x_train=x, y_train=y, local_data=True, progress=False
@@ -447,7 +449,7 @@ def test_refused_as_clearly(problems: Any) -> None:
     run_in_threads(2, body)
 
 
-def test_parameters_of_16_bits(problems: Any) -> None:
+def test_parameters_of_16_bits_are_refused(problems: Any) -> None:
     def body(backend: Any) -> None:
         config = ms.ShardingConfiguration(backend, gradient_leaves=2)
         model = ms.FunctionModel(problems.regression, np.zeros(12, np.float16))
@@ -460,7 +462,7 @@ def test_parameters_of_16_bits(problems: Any) -> None:
 # ----------------------------------------------------------------- what else decides the bits
 
 
-def test_says_what_differs_between_ranks_and_on_loading(
+def test_differing_numerics_are_named_between_ranks_and_on_loading(
     problems: Any, tmp_path: Any, caplog: Any, monkeypatch: Any
 ) -> None:
     def save(backend: Any) -> None:
@@ -516,7 +518,7 @@ def test_compiled_loops_count_in_float32_alone(
         assert words in record.message
 
 
-def test_says_which_ranks_differ(problems: Any, caplog: Any, monkeypatch: Any) -> None:
+def test_ranks_with_other_numerics_are_named(problems: Any, caplog: Any, monkeypatch: Any) -> None:
     kernels = iter(["Haswell", "SkylakeX"])
     monkeypatch.setattr(
         leaves, "numerics_fingerprint", lambda: {"blas_threads": "1", "blas_kernel": next(kernels)}
@@ -532,8 +534,10 @@ def test_says_which_ranks_differ(problems: Any, caplog: Any, monkeypatch: Any) -
 
 @pytest.mark.parametrize("path", ["messages"], indirect=True)
 @pytest.mark.parametrize("gradient_leaves", [4, 16])
-def test_what_is_sent(problems: Any, path: str, gradient_leaves: int) -> None:
-    """As docs/strategies.md has it, and numbers of a few bytes, as many for each strategy."""
+def test_bytes_and_messages_of_a_step_in_leaves(
+    problems: Any, path: str, gradient_leaves: int
+) -> None:
+    """The bytes of docs/strategies.md, and a few bytes of numbers, equal for each strategy."""
 
     def sent(backend: Any, strategy: str) -> int:
         model, optimizer = build(backend, problems, "mlp", strategy, "sgd", 1, gradient_leaves)
@@ -555,7 +559,7 @@ def test_what_is_sent(problems: Any, path: str, gradient_leaves: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_sums_wait_in_pieces(problems: Any, strategy: str) -> None:
-    """Beside what the strategy holds: a piece for each level of the tree above the ranks."""
+    """Bytes beside the strategy's: a piece for each level of the tree above the ranks."""
 
     def held(backend: Any, gradient_leaves: int | None) -> int:
         model, optimizer = build(backend, problems, "mlp", strategy, "sgd", 1, gradient_leaves)

@@ -1,4 +1,4 @@
-"""How often a step on a GPU is launched, copied and waited for, counted by the stand-in."""
+"""Launches, copies and waits of a step on a GPU, counted by the stand-in."""
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def test_accumulated_steps_on_a_gpu_are_those_of_the_host(backend, strategy, gpu
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_a_squared_norm_waits_for_nobody_until_it_is_read(dtype, gpu):
+def test_a_squared_norm_on_a_gpu_is_not_waited_for_until_it_is_read(dtype, gpu):
     values = np.random.default_rng(0).standard_normal(50_000).astype(dtype)
     whole = gpu.asarray(values)
     pieces = [whole[:7], whole[7:7], whole[7:30_000], whole[30_010:]]

@@ -1,4 +1,4 @@
-"""What a rank holds: the ZeRO formulae, counted by the ledger, and the ledger by tracemalloc."""
+"""Bytes of a rank: the ledger has those of the ZeRO formulae, tracemalloc those of the ledger."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_each_node_holds_all_parameters_once(
 
 
 @in_worlds(1, 2, 5)
-def test_of_a_black_box_gradients_and_state_are_sharded(backend: Any, problems: Any) -> None:
+def test_gradients_and_state_of_a_black_box_are_sharded(backend: Any, problems: Any) -> None:
     model, optimizer = problems.build(backend, "function", "fsdp", "adamw")
     steps(backend, problems, model, optimizer, "function")
     shard = shard_bytes(model)
@@ -206,7 +206,7 @@ class Traced:
         tracemalloc.stop()
 
 
-def test_what_all_ranks_allocate_together_is_one_model() -> None:
+def test_all_ranks_together_allocate_one_model() -> None:
     # Thread-ranks share a process: with a model on each rank there would be four.
     reuse_freed_memory()  # once in a process: 32 MiB of address space, and no page of it
     with Traced() as construction:
@@ -267,7 +267,7 @@ def test_the_ledger_counts_arrays_until_they_are_garbage() -> None:
 
 
 class Recorder:
-    """Stands before a store and a chain of layers, and writes down what is asked of them."""
+    """Records the calls of a store and of a chain of layers, and passes them on."""
 
     def __init__(self, model: Any) -> None:
         self.events: list[tuple[str, int]] = []
@@ -278,7 +278,7 @@ class Recorder:
             self._record(self.store, name)
         self.kept = program.kept
         (chain,) = program.chains
-        held = chain._held
+        held = chain._local
         for index, layer in enumerate(held.layers):
             for unit in held.units_of(index):
                 if unit.first_layer <= index <= unit.last_layer:

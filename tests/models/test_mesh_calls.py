@@ -1,4 +1,4 @@
-"""What a rank of a mesh hears that calls another method than the others, or has other samples."""
+"""Errors on ranks of a mesh that call other methods than the others, or have other samples."""
 
 from __future__ import annotations
 

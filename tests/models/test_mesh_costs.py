@@ -1,4 +1,4 @@
-"""What a step on a mesh sends along each axis, and what each rank holds, to the byte."""
+"""Bytes that a step on a mesh sends along each axis, and bytes that each rank holds, exactly."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def small(group: CommunicationBackend, array: Any, name: str) -> int:
 def cross_entropy_bytes(
     backend: CommunicationBackend, model: Any, micro_batches: int, dtype: str = "float64"
 ) -> int:
-    """What the split loss sends in all replicas, measured alone."""
+    """Bytes that the split loss sends in all replicas, measured alone."""
     mesh = model.mesh
     loss = VocabularyParallelCrossEntropy(mesh.tensor, nn.CrossEntropy(), VOCABULARY)
     part = ShardLayout(VOCABULARY, mesh.tensor_size).size(mesh.tensor_rank)
@@ -207,7 +207,9 @@ def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> No
     own = model.engine.layout.length
     # A replica holds each element once, and what a tensor group does not split once on each.
     whole = model.parameter_count
-    split = sum(held.entry.size for held in model.engine.placement.slices if held.is_counted)
+    split = sum(
+        held.entry.size for held in model.engine.placement.local_parameters if held.is_counted
+    )
     assert int(backend.all_reduce(np.array([split]))[0]) == whole * data
     shards = sum(ShardLayout(u.length, data).size(model.data_rank) for u in model.units)
     if data == 1:
@@ -219,7 +221,7 @@ def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> No
     for category, elements in expected.items():
         assert model.memory.held(category) == elements * ITEM
     # Whole on each rank of a tensor group: norms, positions and what row-split layers add.
-    names = {held.entry.name for held in model.engine.placement.slices}
+    names = {held.entry.name for held in model.engine.placement.local_parameters}
     whole_on_all = sum(
         entry.size
         for entry in model.parameter_entries

@@ -113,7 +113,7 @@ def costs(rows: Any) -> Any:
 
 @functools.cache
 def sample() -> tuple[list[tuple[Any, ...]], int]:
-    """Rows in which all pairs meet that do something, and how many the worlds have each alone.
+    """Rows in which all effective pairs meet, and their number in each world alone.
 
     In each world there is every mesh, and in those that run under MPI too every size of an axis
     meets what it decides. In all worlds together that is so of every size, and of the axes that
@@ -244,7 +244,7 @@ def build(
 def local_batch(
     model: Any, problems: Any, kind: str, step: int, part: int = 0, of: int = 1
 ) -> tuple[Any, Any]:
-    """What the data rank has of the global batch, or of a part of it."""
+    """Samples of the data rank in the global batch, or in a part of it."""
     x, y = problems.batch(kind, step)
     start, stop = (len(x) * index // of for index in (part, part + 1))
     x, y = x[start:stop], y[start:stop]
@@ -272,7 +272,7 @@ def check(
     accumulation: str = "off",
     **options: Any,
 ) -> float:
-    """Twice in one world, which finds what is stale; the largest difference of a parameter.
+    """Train twice in one world, which finds stale buffers; return the largest difference.
 
     Three steps, with each layer a unit, and five with --full; then two, with large units, and
     nobody looks between them.
@@ -359,7 +359,7 @@ def test_on_a_gpu(
 
 
 class _Shifted(nn.Layer):
-    """Hands on tokens: what no message between stages could carry."""
+    """A layer that returns tokens, which no message between stages can carry."""
 
     takes_integers = True
 

@@ -43,7 +43,7 @@ def batch(model: Any) -> tuple[Any, Any]:
 
 
 def still_works(model: Any, optimizer: Any, before: Any) -> None:
-    """Nothing has changed, and a step does what one does that nothing came before."""
+    """Check that nothing has changed, and that the next step is like a first one."""
     np.testing.assert_array_equal(model.get_parameters(), before)
     x, y = batch(model)
     plain = nn.MLP([5, 7, 6, 2], "tanh", seed=1)
@@ -82,7 +82,7 @@ MADE = [
 
 @pytest.mark.parametrize(("changed", "kind", "message"), MADE)
 @in_worlds(2)
-def test_what_cannot_be_made_is_refused(
+def test_meshes_that_cannot_be_made_are_refused(
     backend: Any, changed: Any, kind: Any, message: str
 ) -> None:
     plain = nn.MLP([5, 7, 6, 2], "tanh", seed=1)
@@ -164,7 +164,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @in_worlds(2)
-def test_ranks_that_ask_for_different_things_are_told(backend: Any, what: str) -> None:
+def test_options_that_differ_between_ranks_are_named(backend: Any, what: str) -> None:
     change, message = DIFFERENT[what]
     changed = change(backend.rank)
     size = changed.pop("config", 1)
@@ -214,7 +214,7 @@ def test_batches_that_differ_within_a_replica_are_refused_everywhere(
 
 @by_mesh
 @in_worlds()
-def test_what_does_not_fit_the_model_is_refused(backend: Any, mesh: Any) -> None:
+def test_batches_that_do_not_fit_the_model_are_refused(backend: Any, mesh: Any) -> None:
     model, optimizer = build(backend, mesh)
     before = model.get_parameters()
     x, y = batch(model)
@@ -319,7 +319,7 @@ def test_a_loss_that_is_not_a_number_stops_every_rank(backend: Any, mesh: Any) -
 
 @by_mesh
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, where: str) -> None:
+def test_an_error_of_one_rank_raises_on_all(world_size: int, mesh: Any, where: str) -> None:
     """In the second micro-batch, with messages on their way."""
     began = {}
 
@@ -330,7 +330,7 @@ def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, wher
         if (
             backend.rank == 0
             if where == "forward"
-            else program.replica.speaks and model.data_rank == 0
+            else program.replica.reports_loss and model.data_rank == 0
         ):
             chain = program.chains[-1]
             calls = [0]
@@ -365,7 +365,7 @@ def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, wher
 
 
 class Failing(ILossFunction):
-    """A loss whose forward is another."""
+    """A loss with another forward."""
 
     def __init__(self, forward: Any, original: Any) -> None:
         self._forward, self._inner = forward, nn.MSE()

@@ -1,4 +1,4 @@
-"""What one mesh saves any other loads: parameters and state, in files and as bytes."""
+"""Parameters and state of one mesh load on any other, from files and from bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def world(mesh: Any) -> int:
 @pytest.mark.parametrize(
     ("place", "kind"), [(1, "gpt"), (2, "tied"), (3, "gpt"), (4, "tied"), (5, "gpt")]
 )
-def test_what_one_mesh_saves_others_load(
+def test_a_checkpoint_of_one_mesh_loads_on_others(
     place: int, kind: str, problems: Any, tmp_path: Path
 ) -> None:
     first, path = MESHES[place], tmp_path / "c"
@@ -85,7 +85,7 @@ def test_what_one_mesh_saves_others_load(
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
-def test_ranks_that_hold_the_same_write_it_in_turns(mesh: Any, tmp_path: Path) -> None:
+def test_ranks_with_the_same_parameters_write_them_in_turn(mesh: Any, tmp_path: Path) -> None:
     """Norms, positions and biases of a tensor group; embeddings that two stages share."""
 
     def save(backend: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gradients, rules and what is frozen on meshes: what a step is made of, member by member."""
+"""Gradients, rules and frozen parameters on meshes: the members that a step is made of."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def local(model: Any, problems: Any, step: int = 0, kind: str = "tied") -> tuple
 
 
 def gradient(problems: Any, x: Any, y: Any, theta: Any = None) -> Any:
-    """Of a plain model; all ranks ask for the same."""
+    """Sequences of a plain model; all ranks pass the same arguments."""
     key = tuple(None if array is None else array.tobytes() for array in (x, y, theta))
     if key not in FOUND:
         plain = problems.MODELS["tied"](0)
@@ -100,7 +100,7 @@ def test_each_data_rank_has_the_plain_gradient_of_its_batch(
 
 @by_few_cases
 @in_worlds()
-def test_gradients_are_applied_and_the_last_one_is_told(
+def test_gradients_are_applied_and_the_last_one_can_be_read(
     backend: Any, problems: Any, mesh: Any, options: Any
 ) -> None:
     model, optimizer = build(backend, problems, mesh, options)
@@ -217,7 +217,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("world_size", "mesh", "options", "what"), PAIRS)
 @in_worlds()
-def test_frozen_parameters_stay_and_count_for_nothing(
+def test_frozen_parameters_stay_and_add_to_no_norm(
     backend: Any, problems: Any, mesh: Any, options: Any, what: str
 ) -> None:
     entries = problems.MODELS["tied"](0).parameter_table.entries
@@ -313,13 +313,13 @@ def test_axes_come_in_any_order(backend: Any, problems: Any, mesh: Any, order: A
 @by_few_cases
 @in_worlds()
 def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, options: Any) -> None:
-    """For the sums of squares behind norms and ratios, and by files."""
+    """Each element counts once in sums of squares, and is written once to files."""
     model, optimizer = build(backend, problems, mesh, options, LAMB(RATE))
     optimizer.bind(model)
     engine = model.engine
     names = [entry.name for entry in model.parameter_entries]
     counts = np.zeros((len(names), 2))
-    for segment in (segment for segments, _ in optimizer._state.parts for segment in segments):
+    for segment in (segment for segments, _ in optimizer._state.views for segment in segments):
         counts[names.index(segment.name)] += segment.stop - segment.start
     found = engine.sum_over_owners(counts)
     sizes = [entry.size for entry in model.parameter_entries]

@@ -1,4 +1,4 @@
-"""What a user gives a mesh: costs, names, an optimizer's options; what a mesh says of itself."""
+"""Options of a mesh: costs, names, an optimizer's options; warnings and descriptions."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_dashes_and_blanks_in_a_schedules_name_do_not_count(name: str) -> None:
 
 
 @in_worlds(1)
-def test_the_name_that_was_meant_is_told(backend: Any) -> None:
+def test_a_misspelt_option_is_answered_with_the_nearest_name(backend: Any) -> None:
     with pytest.raises(ValueError, match=r"got 'interleave'; did you mean interleaved\?"):
         schedule_by_name("interleave")
     for thing in (mlp(), SGD(0.1)):
@@ -154,7 +154,7 @@ def test_the_name_that_was_meant_is_told(backend: Any) -> None:
 
 
 def said_by(caplog: Any, world_size: int, make: Any) -> list[str]:
-    """What is logged where each rank makes a model."""
+    """Log lines of a model that each rank makes."""
     caplog.clear()
 
     def body(backend: Any) -> None:
@@ -165,7 +165,7 @@ def said_by(caplog: Any, world_size: int, make: Any) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_one_warning_says_what_a_mesh_does_not_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_names_idle_axes(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = said_by(caplog, 2, lambda config: PipelineParallelModel(mlp(), config))
     assert said.startswith("PipelineParallelModel(MLP, 2 pipeline x 1 tensor x 1 data")
     assert "one after the other: bubble 50 %; give micro_batch_count, about 8" in said
@@ -211,7 +211,7 @@ def test_repr(world_size: int, make: Any, expected: str) -> None:
 
 
 class Rounds(nn.Tanh):
-    """Gives another dtype than its model's."""
+    """A layer that returns another dtype than its model's."""
 
     def forward(self, p: Any, x: Any, ctx: Any) -> Any:
         y, saved = super().forward(p, x, ctx)

@@ -1,4 +1,4 @@
-"""What the members of models on a mesh promise: parameters, copies, shards, metadata."""
+"""Members of models on a mesh: parameters, copies, shards, metadata."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_ranks_of_a_replica_hold_the_whole_vector(
 
 @by_case
 @in_worlds()
-def test_a_plain_model_is_there_while_it_is_asked_for(
+def test_unsharded_yields_a_plain_model_for_its_block(
     backend: Any, problems: Any, mesh: Any, kind: str, options: Any
 ) -> None:
     model, _ = build(backend, problems, kind, mesh, options)

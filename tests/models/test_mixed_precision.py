@@ -51,12 +51,12 @@ def trained(backend: Any, model: Any, steps: int = 3) -> Any:
 
 
 def r(values: Any) -> Any:
-    """Rounded to bfloat16, in float64."""
+    """Values rounded to bfloat16, as float64."""
     return values.astype("f4").astype(ml_dtypes.bfloat16).astype("f8")
 
 
 def reference(rows: list[slice], steps: int, rounds: Any = r) -> Any:
-    """The same training, written anew in float64, with a rounding at each place that rounds."""
+    """The same training in float64, with a rounding at each place that rounds."""
     master = nn.MLP(SIZES, seed=1, dtype=np.float32).get_parameters().astype("f8")
     for step in range(steps):
         x_all, y_all = (a.astype("f8") for a in batch(step))
@@ -121,7 +121,7 @@ def test_owners_hold_float32_and_ranks_read_the_nearest_bfloat16(
     model = wrapped(backend, strategy)
     full = trained(backend, model)
     store = model.engine.parameters
-    held = np.concatenate(store.owned(store.held))
+    held = np.concatenate(store.owned(store.local_pieces))
     assert held.dtype == np.float32
     for unit in model.engine.program.units:
         seen = store.unshard(unit).copy()
@@ -223,7 +223,7 @@ def test_accumulation_and_drifting_replicas_round_as_one_step_does(backend: Any)
 
 
 @in_worlds(2)
-def test_what_cannot_compute_in_bfloat16_is_refused_by_name(backend: Any) -> None:
+def test_layers_without_bfloat16_are_refused_by_name(backend: Any) -> None:
     config = ms.ShardingConfiguration(backend, precision="bfloat16")
     fun = ms.FunctionModel(lambda theta, x, y: (0.0, theta), np.ones(3))
     with pytest.raises(ValueError, match=r"FunctionModel, which computes in a dtype of its own"):
@@ -256,7 +256,7 @@ def test_what_cannot_compute_in_bfloat16_is_refused_by_name(backend: Any) -> Non
 
 
 @in_worlds(2)
-def test_ranks_that_choose_other_precisions_are_told(backend: Any) -> None:
+def test_precisions_that_differ_between_ranks_are_named(backend: Any) -> None:
     with pytest.raises(ValueError, match="precision"):
         wrapped(backend, "fsdp", "bfloat16" if backend.rank else None)
 
@@ -269,7 +269,7 @@ def test_ranks_that_choose_other_precisions_are_told(backend: Any) -> None:
         (True, "auto", "no oneDNN library was found: pip install 'mpishard[bf16]'"),
     ],
 )
-def test_one_warning_says_what_the_missing_unit_costs(
+def test_one_warning_gives_the_speeds_without_the_bfloat16_unit(
     caplog: Any, monkeypatch: Any, has_unit: bool, setting: str, reason: str
 ) -> None:
     monkeypatch.setattr(onednn, "processor_has_unit", lambda: has_unit)

@@ -1,4 +1,4 @@
-"""The equality check bites: with any one thing broken it fails.
+"""The equality check fails with any one thing broken.
 
 A check that passes with a collective removed is no check. Each mutant below breaks one thing that
 training needs, on all ranks alike, so that nothing crashes and only the numbers can tell.
@@ -34,7 +34,7 @@ TOTALS = (7,)  # shape of the small all-reduce of a step, see Round.totals
 
 
 class Done:
-    """A collective that did not take place."""
+    """The result of a collective that did not run."""
 
     def wait(self) -> None:
         return None
@@ -164,13 +164,13 @@ def clipping_dropped(patch: Patch) -> None:
 
 
 def stale_units(patch: Patch) -> None:
-    """A unit once gathered is never let go."""
+    """A gathered unit is never released."""
     patch.setattr(ShardedParameters, "reshard", lambda self, unit: None)
     patch.setattr(ShardedParameters, "publish", lambda self, pieces: None)
 
 
 def gradients_not_cleared(patch: Patch) -> None:
-    """What one unit has left in a pooled buffer is added to the next unit's gradient."""
+    """Old values of a pooled buffer are added to the next unit's gradient."""
 
     original = ShardedGradients.target
 
@@ -201,7 +201,7 @@ def publish_of_one_unit_alone(patch: Patch) -> None:
 
 
 def gradients_of_the_first_pass_alone(patch: Patch) -> None:
-    """What a unit's later uses add is written over: a tied weight has two."""
+    """Gradients of a unit's later uses are overwritten; a tied weight has two uses."""
     original = LayerChain._targets
 
     def mutant(self: Any, group: Any, gradients: Any, unwritten: set[str]) -> Any:
@@ -304,14 +304,14 @@ def rows(table: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @pytest.mark.parametrize(("mutant", "strategy", "kind"), rows(MUTANTS))
-def test_the_equality_check_kills(
+def test_the_equality_check_finds_each_fault(
     problems: Any, monkeypatch: Patch, mutant: Any, strategy: str, kind: str, rule: str
 ) -> None:
     kills(problems, monkeypatch, mutant, strategy, kind, rule)
 
 
 @pytest.mark.parametrize(("mutant", "strategy", "kind"), rows(CLIPPING_MUTANTS))
-def test_the_clipping_check_kills(
+def test_the_clipping_check_finds_each_fault(
     problems: Any, monkeypatch: Patch, mutant: Any, strategy: str, kind: str
 ) -> None:
     # Plain clipped descent cannot see the scale of a gradient, so it is no substitute for the

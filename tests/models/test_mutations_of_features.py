@@ -1,4 +1,4 @@
-"""Checks of single features bite: with the feature broken on all ranks alike they fail.
+"""Checks of single features fail with the feature broken on all ranks alike.
 
 `test_mutations.py` does so for what every step needs.
 """
@@ -43,7 +43,7 @@ def wrapped(backend: Any, problems: Any, strategy: str, plain: Any, rule: Any = 
 
 
 def compresses(problems: Any, strategy: str) -> None:
-    """What arrives is the sum of what was rounded, and what travels half of the bytes."""
+    """The result is the sum of rounded gradients, and half of the bytes travel."""
     gradients = [
         problems.MODELS["mlp"](0).compute_gradients(*part) * len(part[0])
         for part in _parts(problems)
@@ -108,7 +108,7 @@ def drifts(problems: Any, strategy: str) -> None:
 
 
 def as_alone(problems: Any, strategy: str, make: Callable[[], Any], rule: Any) -> None:
-    """Three ranks end where one does."""
+    """Three ranks end with the parameters of one."""
 
     def body(backend: Any) -> Any:
         model, optimizer = wrapped(backend, problems, strategy, make(), rule())
@@ -140,7 +140,7 @@ def scales_by_layer(problems: Any, strategy: str) -> None:
 
 
 def encode_skipped(patch: Patch) -> None:
-    """Nothing of the gradient reaches what travels."""
+    """The gradient is not copied into the buffer that travels."""
     for module in (gradient_store,):
         patch.setattr(module, "encode", lambda gradient, compressed: compressed.fill(0))
 
@@ -152,7 +152,7 @@ def not_compressed(patch: Patch) -> None:
 
 
 def sum_rounded_again(patch: Patch) -> None:
-    """The sum, too, is rounded, where it need not travel."""
+    """The sum is rounded, too, although it need not travel."""
     original = gradient_store.ShardedGradients._finish_oldest
 
     def mutant(self: Any) -> None:
@@ -266,7 +266,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Any, str], None], str]] =
     ("mutant", "check", "strategy"),
     [pytest.param(*row, id=f"{row[0].__name__}-{row[2]}") for row in MUTANTS],
 )
-def test_the_check_kills(
+def test_the_feature_check_finds_its_fault(
     problems: Any, monkeypatch: Patch, mutant: Any, check: Any, strategy: str
 ) -> None:
     check(problems, strategy)

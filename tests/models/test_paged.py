@@ -119,7 +119,7 @@ def test_too_few_blocks_are_refused_before_anything_changes(backend: Any) -> Non
 
 
 @in_worlds(2)
-def test_refuses_other_models_and_calls_that_differ(backend: Any) -> None:
+def test_other_models_and_calls_that_differ_between_ranks_are_refused(backend: Any) -> None:
     with pytest.raises(TypeError, match="takes a GPT or a sharded GPT, got MLP"):
         PagedModel(nn.MLP([2, 3, 1]), 1)
     paged = PagedModel(HybridShardedModel(gpt(), ShardingConfiguration(backend), 1, 2), 4)

@@ -37,7 +37,7 @@ def test_a_black_box_computes_with_an_assigned_shard(backend: Any) -> None:
 
 
 @in_worlds(3)
-def test_start_and_size_are_the_strategy_s(backend: Any) -> None:
+def test_start_and_size_of_a_shard_cannot_be_chosen(backend: Any) -> None:
     plain = ms.FunctionModel(lambda theta, x, y: (0.0, theta), np.arange(10.0))
     model = ms.as_distributed(plain, backend)
     model._shard_start_index = model._shard_start_index

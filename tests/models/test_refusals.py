@@ -1,4 +1,4 @@
-"""What cannot be is refused on every rank: before anything is sent, or before anything changes."""
+"""Refusals on every rank: before anything is sent, or before anything changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class WithoutPolicy(ShardedModelBase):
     [(ShardedModelBase, "strategy"), (Nameless, "strategy"), (WithoutPolicy, "policy")],
 )
 @in_worlds(2)
-def test_a_class_that_is_no_strategy_claims_nothing(backend: Any, kind: Any, lacks: str) -> None:
+def test_a_class_without_strategy_does_not_own_the_model(
+    backend: Any, kind: Any, lacks: str
+) -> None:
     plain, config = nn.MLP([2, 2]), ShardingConfiguration(backend)
     with pytest.raises(TypeError, match=f"{kind.__name__} declares no '{lacks}': use FSDPModel"):
         kind(plain, config)
@@ -276,10 +278,10 @@ def test_a_step_without_any_sample_is_refused_on_all(
 
 @by_strategy
 @in_worlds(1, 2)
-def test_a_failure_in_mid_pass_leaves_nothing_behind(
+def test_a_failure_in_the_middle_of_a_pass_leaves_no_gradient(
     backend: Any, problems: Any, strategy: str
 ) -> None:
-    """Unknown tokens are found by the embedding, when units are on their way already."""
+    """The embedding refuses unknown tokens, when gathers are under way already."""
     expected = problems.train_sequentially("gpt", problems.TEXTBOOK["adamw"], 2)
     model, optimizer = problems.build(backend, "gpt", strategy, "adamw")
     unknown = TOKENS + 99
@@ -303,7 +305,7 @@ def test_a_failure_in_mid_pass_leaves_nothing_behind(
 
 @by_strategy
 @in_worlds(2)
-def test_a_step_that_met_another_call_can_be_tried_again(backend: Any, strategy: str) -> None:
+def test_a_step_that_met_another_collective_can_be_repeated(backend: Any, strategy: str) -> None:
     def train(odd: int) -> tuple[Any, int]:
         model = ms.as_distributed(nn.MLP([5, 40, 1], seed=0), backend, strategy)
         optimizer = ms.as_distributed(SGD(0.1), backend, strategy)
@@ -326,7 +328,7 @@ def test_a_step_that_met_another_call_can_be_tried_again(backend: Any, strategy:
     np.testing.assert_array_equal(again, expected)
 
 
-def test_one_rank_that_fails_fails_all(problems: Any) -> None:
+def test_an_exception_of_one_rank_raises_on_all(problems: Any) -> None:
     seen = []
 
     def body(backend: Any) -> None:

@@ -70,7 +70,7 @@ def test_elementwise_rules(backend: Any, problems: Any, name: str, strategy: str
 @by_strategy
 @in_worlds(1, 3, 4)
 def test_lamb_with_options(backend: Any, problems: Any, strategy: str) -> None:
-    """A frozen layer, and biases without decay; ranks that own nothing of what is trained."""
+    """A frozen layer, and biases without decay; some ranks own no trained parameter."""
     model, _ = problems.build(backend, "mlp", strategy)
     before = model.gather_full_parameters()
     rule = LAMB(

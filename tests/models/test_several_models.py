@@ -78,7 +78,7 @@ def test_without_headers_of_large_reductions_another_order_is_refused_before_the
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2, 3)
 def test_steps_in_the_same_order_train_both(backend: Any, strategy: str) -> None:
-    """Also with a copy of one model, which rank 0 alone has made more of."""
+    """Also with a copy of one model; rank 0 alone has made more copies."""
     models = [wrapped(backend, strategy) for _ in range(2)]
     copies = [models[0][0].deep_copy() for _ in range(3 if backend.rank == 0 else 1)]
     models.append((copies[0], wrapped(backend, strategy)[1]))
@@ -189,7 +189,7 @@ def test_replicas_exchange_only_with_those_of_the_same_model(backend: Any, call:
 
 
 @in_worlds(4)
-def test_replicas_of_two_ranks_settle_only_with_those_of_the_same_model(backend: Any) -> None:
+def test_replicas_of_two_ranks_average_only_with_those_of_the_same_model(backend: Any) -> None:
     exchange_in_another_order(backend, "local", "settle", size=2)
 
 

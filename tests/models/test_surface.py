@@ -1,4 +1,4 @@
-"""What users see of a sharded model: every member, on every rank, under every strategy."""
+"""Every member of a sharded model, on every rank, under every strategy."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_every_rank_gets_the_plain_model(
 @by_kind
 @by_strategy
 @in_worlds(1, 3)
-def test_parameters_can_be_given(backend: Any, problems: Any, kind: str, strategy: str) -> None:
+def test_parameters_can_be_set(backend: Any, problems: Any, kind: str, strategy: str) -> None:
     model, optimizer = problems.build(backend, kind, strategy)
     optimizer.step(model, *problems.local_batch(backend, kind, 0))
     trained = model.get_parameters()
@@ -261,7 +261,7 @@ def test_clones_share_and_deep_copies_do_not(
 @by_kind
 @by_strategy
 @in_worlds(3)
-def test_metadata_says_what_is_sharded(
+def test_metadata_name_the_vectors_that_are_sharded(
     backend: Any, problems: Any, kind: str, strategy: str
 ) -> None:
     model, _ = problems.build(backend, kind, strategy)
@@ -289,7 +289,7 @@ def test_metadata_says_what_is_sharded(
 
 
 @in_worlds(1, 3)
-def test_the_third_stage_is_full_sharding_by_another_name(backend: Any, problems: Any) -> None:
+def test_zero_3_is_fsdp_under_another_name(backend: Any, problems: Any) -> None:
     plain = problems.MODELS["mlp"](0)
     model = ms.as_distributed(plain, backend, "ZeRO-3")
     assert isinstance(model, ms.FSDPModel)
@@ -302,9 +302,7 @@ def test_the_third_stage_is_full_sharding_by_another_name(backend: Any, problems
 
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 @in_worlds(1, 3)
-def test_the_second_stage_tells_what_an_update_added(
-    backend: Any, problems: Any, path: str
-) -> None:
+def test_zero_2_can_keep_the_change_of_an_update(backend: Any, problems: Any, path: str) -> None:
     model, optimizer = problems.build(backend, "mlp", "zero2")
     optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
     with pytest.raises(ShardingError, match="tracks_parameter_deltas"):
@@ -339,7 +337,7 @@ def test_start_and_size_of_a_shard_of_one_unit(backend: Any) -> None:
 
 
 @in_worlds(2)
-def test_gathered_parameters_are_remembered_while_somebody_holds_them(backend: Any) -> None:
+def test_gathered_parameters_are_cached_while_a_caller_holds_them(backend: Any) -> None:
     model = ms.FSDPModel(nn.MLP([3, 2]), ms.ShardingConfiguration(backend))
     full = model.gather_full_parameters()
     assert model._cached_full_parameters is full
@@ -476,7 +474,7 @@ def test_a_black_box_has_no_graph_and_no_features(backend: Any, problems: Any) -
 
 @by_strategy
 @in_worlds(1, 2)
-def test_a_closed_model_lets_its_memory_go(backend: Any, problems: Any, strategy: str) -> None:
+def test_a_closed_model_frees_its_memory(backend: Any, problems: Any, strategy: str) -> None:
     with problems.build(backend, "mlp", strategy, "adamw")[0] as model:
         model.train(*problems.local_batch(backend, "mlp", 0))
         ledger = model.memory
@@ -507,7 +505,7 @@ def test_a_closed_model_frees_its_memory_while_its_optimizer_lives(
 
 
 class Layered(ms.contracts.ILayeredModel):
-    """A layered model with what the interface asks and no more."""
+    """A layered model with the members of the interface and no more."""
 
     def __init__(self) -> None:
         self.inner = nn.MLP([5, 7, 2], seed=1)

@@ -1,4 +1,4 @@
-"""Figures of a model's training in its metadata, which checkpoints keep, and importance there."""
+"""Figures of a model's training in its metadata and its checkpoints; importance of features."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def figures(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 @in_worlds(2, 3)
-def test_metadata_tell_of_the_training_of_all_jobs(
-    backend: Any, shared_path: Any, strategy: str
-) -> None:
+def test_metadata_have_figures_of_all_jobs(backend: Any, shared_path: Any, strategy: str) -> None:
     model, optimizer = wrap(backend, strategy)
     assert figures(model) == {}  # before a step nothing is known
     data = OptimizationInputData(

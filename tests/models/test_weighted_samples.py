@@ -1,4 +1,4 @@
-"""Weighted training on ranks is that of one process, with every strategy and on every axis."""
+"""Training with weighted samples equals that of one process, in every strategy and axis."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_ranks_need_the_same_weights_of_classes(backend):
 
 
 class Pairs(ms.nn.Loss):
-    """A loss of one's own, whose targets are several arrays by name."""
+    """A user's loss, whose targets are several arrays by name."""
 
     def check_target(self, prediction_shape, target):
         assert target.tree["y"].shape == prediction_shape
@@ -176,7 +176,7 @@ class Pairs(ms.nn.Loss):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 @in_worlds(1, 2, 3)
-def test_a_loss_of_ones_own_gets_all_arrays_of_its_targets(backend, strategy):
+def test_a_users_loss_gets_all_arrays_of_the_targets(backend, strategy):
     def trained(loss, y):
         plain = ms.nn.MLP([4, 5, 6, 2], loss=loss, seed=1)
         data = ms.OptimizationInputData(

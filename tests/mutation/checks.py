@@ -1,4 +1,4 @@
-"""Checks that pass as the engine stands, and one of which fails without any of its collectives.
+"""Checks that pass with the engine as it is; without any one of its collectives one of them fails.
 
 Each takes `Problems` of ``tests/models/conftest.py`` and raises where something is wrong. They are
 the test suite's own, at a size at which hundreds run in a minute.

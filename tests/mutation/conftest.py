@@ -1,4 +1,4 @@
-"""The modules of this folder are also those of a script, `tests/mutate_engine.py`."""
+"""The script `tests/mutate_engine.py` imports the modules of this folder, too."""
 
 import importlib.util
 import sys

@@ -26,7 +26,7 @@ from mpishard.errors import CheckpointError, ShardingError
 
 
 class WithheldWork:
-    """An all-reduce whose ``out`` holds nothing of use until somebody waits for it."""
+    """An all-reduce whose ``out`` has no result until a caller waits for it."""
 
     def __init__(self, work: Any, out: Any) -> None:
         self._work, self._out = work, out
@@ -41,7 +41,7 @@ class WithheldWork:
 
 @contextlib.contextmanager
 def withheld() -> Iterator[None]:
-    """Inside, a sum that nobody waited for is not there, which the contract of `Work` allows.
+    """In the block sums are missing until a caller waits, as the contract of `Work` allows.
 
     Threads complete what they issued earlier in every later collective, which hides that.
     """
@@ -169,7 +169,7 @@ def replicas_of_two_ranks(problems: Any) -> None:
 
 @check
 def a_late_rank_when_replicas_settle(problems: Any) -> None:
-    """It still reads what its replica is about to change."""
+    """One rank still reads values that its replica is about to change."""
     x = problems.batch("mlp", 0)[0]
 
     def body(backend: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a collective leaves behind when somebody forgets it.
+"""Replacements of collectives: the values that a rank has if it forgets to communicate.
 
 Each function has the name of what is forgotten, takes what that was called on and its arguments,
 and does what each rank can do alone: nothing crashes that need not, so that a test must look at
@@ -18,7 +18,7 @@ from mpishard.communication import agreement
 
 
 class Done:
-    """A collective that did not take place."""
+    """The result of a collective that did not run."""
 
     def __init__(self, result: Any = None) -> None:
         self._result = result
@@ -30,7 +30,7 @@ class Done:
 
 
 def reference(backend: Any, name: str) -> Callable[..., Any]:
-    """A collective that somebody else is to call."""
+    """A collective that another function is to call."""
     return functools.partial(globals()[name], backend)
 
 
@@ -49,7 +49,7 @@ def all_reduce_async(*arguments: Any, **options: Any) -> Done:
 
 
 def all_to_all(backend: Any, parts: Any) -> Any:
-    """As if all ranks had sent what this one keeps."""
+    """The values of this rank, as if all ranks had sent them."""
     return [parts[backend.rank]] * backend.world_size
 
 
@@ -72,7 +72,7 @@ def reduce_scatter_async(backend: Any, array: Any, *, out: Any = None, subject: 
 
 
 def all_gather(backend: Any, array: Any, *, out: Any = None, subject: int = 0) -> Any:
-    """As if all ranks had what this one has; of an ``out``, this rank's part alone."""
+    """This rank's values for every rank; into ``out`` this rank's part only."""
     if out is None:
         return np.concatenate([array] * backend.world_size)
     out[ShardLayout(len(out), backend.world_size).slice(backend.rank)] = array
@@ -99,16 +99,16 @@ def gather(backend: Any, array: Any, root: int = 0, *, subject: int = 0) -> Any:
 
 
 def split(backend: Any, color: int | None, key: int | None = None) -> Any:
-    """The ranks stay together."""
+    """The backend of all ranks, as if it had not been split."""
     return backend
 
 
 def allocate_shared(backend: Any, length: int, dtype: Any) -> None:
-    """As where nothing can be shared."""
+    """None, as on machines without shared memory."""
 
 
 def allocate_arena(backend: Any, length: int, dtype: Any) -> None:
-    """As where nothing can be shared."""
+    """None, as on machines without shared memory."""
 
 
 def reduce_into(arena: Any, out: Any, part: slice = slice(None), *, subject: int = 0) -> Done:
@@ -153,9 +153,9 @@ def sum_over_owners(context: Any, array: Any) -> Any:
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
-    """Of what gives nothing back, nothing is left."""
+    """The replacement of calls that return nothing."""
 
 
 barrier = progress = wait = wait_until_over = nothing
-_finish_oldest = deal_constants = fill = finish = publish = nothing
-reduce = refresh = settle = synchronize = nothing
+_finish_oldest = distribute_constants = fill = finish = publish = nothing
+reduce = refresh = share_changed_state = synchronize = await_reductions = nothing

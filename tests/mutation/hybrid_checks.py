@@ -1,4 +1,4 @@
-"""Models on meshes: training equals training in one process, and ranks that disagree are told."""
+"""Models on meshes: training equals training in one process; ranks that disagree get errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trains(
     kind: str = "tied",
     manner: Callable[[], Any] | None = None,
 ) -> None:
-    """Watched step by step; or, in a manner that shows what is not waited for, only at the end."""
+    """Compare after each step; or only at the end, which shows results that nobody waited for."""
     expected = problems.train_sequentially(kind, problems.TEXTBOOK["sgd"], steps=STEPS)
 
     def body(backend: Any) -> None:
@@ -85,7 +85,7 @@ for _path in PATHS:
 
 @check
 def parameters_of_a_mesh(problems: Any) -> None:
-    """Set, gathered, on one rank alone, and the local gradient, and outputs."""
+    """Parameters that are set, gathered, on one rank alone; the local gradient; outputs."""
 
     def body(backend: Any, name: str) -> None:
         theta = problems.MODELS["tied"](7).get_parameters()
@@ -133,7 +133,7 @@ def rules_on_a_mesh(problems: Any) -> None:
 
 @check
 def dropout_on_a_mesh(problems: Any) -> None:
-    """Masks by the global sample; each rank has a seed of its own, and rank 0's counts."""
+    """Masks depend on the global sample. Each rank has another seed, and rank 0's is used."""
     sgd = problems.TEXTBOOK["sgd"]
     expected = problems.train_sequentially("dropout", sgd, steps=STEPS)
 

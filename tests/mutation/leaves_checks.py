@@ -1,4 +1,4 @@
-"""Gradient leaves: four ranks walk through the bits of one, however they talk."""
+"""Gradient leaves: four ranks have the bits of one, with and without shared memory."""
 
 from __future__ import annotations
 

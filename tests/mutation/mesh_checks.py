@@ -49,7 +49,7 @@ def trained(make: Any, backend: Any, mesh: Any, data: Any, **options: Any) -> tu
 
 
 def equal(make: Any, data: Any, *meshes: tuple[int, int, int], **options: Any) -> None:
-    """That every mesh trains as one process does, however ranks are given parameters."""
+    """Check that every mesh trains as one process, however ranks get parameters."""
     (expected,) = run(lambda b: trained(make, b, (1, 1, 1), data)[0], size=1)
     (own,) = run(
         lambda b: [
@@ -111,7 +111,7 @@ def layers_on_a_mesh(problems: Any) -> None:
 
 @check
 def choices_of_a_mesh(problems: Any) -> None:
-    """Rank 0's stages are everyone's; what else differs is refused on every rank."""
+    """All ranks use rank 0's stages; other differences are refused on every rank."""
     make = problems.MODELS["mlp"]
 
     def body(backend: Any, mesh: tuple[int, int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds training: parameters from elsewhere, agreement of the ranks, the loop."""
+"""Checks around training: parameters from files and vectors, agreement of ranks, the loop."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def the_best_is_put_back(problems: Any) -> None:
 
 
 class Impatient(ms.optimizers.SGD):
-    """One rank has enough at once."""
+    """One rank has converged at once."""
 
     _rank = 0
 

@@ -1,4 +1,4 @@
-"""Where checks are kept, and what they have in common."""
+"""The table of checks, and what they share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of(backend: Any, plain: Any, strategy: str, rule: Any = None, **options: Any
 
 
 def as_in_one_process(body: Callable[[Any], Any], *paths: str) -> None:
-    """That three ranks give what one gives."""
+    """Check that three ranks give the result of one."""
     (expected,) = run(body, size=1)
     for path in paths or ("messages",):
         for given in run(body, path):

@@ -1,4 +1,4 @@
-"""Where the engine talks to other ranks, and the engine without one of these places.
+"""Calls with which the engine communicates, and the engine without one of them.
 
 A *site* is an expression that communicates, or that waits for what communicates. Its mutant is the
 function around it, compiled anew with the call replaced by what `forgotten` has in its place, and
@@ -48,10 +48,11 @@ FUNCTIONS = {
 # Methods that are one of the engine's own collectives, with the names that what has them goes by;
 # None: any name.
 METHODS: dict[str, set[str] | None] = {
+    "await_reductions": {"gradients", "_inner"},
     "wait": None,
     "wait_until_over": None,
     "_finish_oldest": {"self"},
-    "deal_constants": {"program"},
+    "distribute_constants": {"program"},
     "fence": None,
     "fill": {"parameters", "_inner"},
     "finish": {"gradients", "store", "reduced", "_inner", "reduction", "arrivals"},
@@ -59,7 +60,7 @@ METHODS: dict[str, set[str] | None] = {
     "reduce": {"gradients", "_gradients", "_inner"},
     "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
-    "settle": {"gradients", "_inner", "program"},
+    "share_changed_state": {"program"},
     "sum_over_owners": {"context"},
     "synchronize": {"replicas"},
 }
@@ -94,7 +95,7 @@ class Site:
 
     @property
     def place(self) -> str:
-        """File and line, as an editor takes them."""
+        """File and line, as editors read them."""
         return f"{self.path.relative_to(PACKAGE.parent)}:{self.line}"
 
 
@@ -117,14 +118,14 @@ def find_sites() -> tuple[Site, ...]:
 
 @contextlib.contextmanager
 def without(site: Site, forgotten: Any) -> Iterator[None]:
-    """Inside, the site does not communicate: ``forgotten`` has what stands in its place."""
+    """In the block the site does not communicate: ``forgotten`` has its replacement."""
     with _replaced(site.path, [site], lambda node, _: _as_forgotten(node), forgotten):
         yield
 
 
 @contextlib.contextmanager
 def watched(sites: Sequence[Site]) -> Iterator[set[Site]]:
-    """Inside, the set that it yields grows by each site that is reached."""
+    """Yield a set, to which each site that is reached in the block is added."""
     reached: set[Site] = set()
 
     class Watch:
@@ -194,9 +195,10 @@ GROUPS = {
     "world",
     "replica",
     "model",
-    "together",
     "samples",
-    "dealt",
+    "sample_group",
+    "group",
+    "ranks",
     "pipeline",
     "tensor",
     "data",
@@ -215,7 +217,7 @@ def _of_backend(node: ast.Attribute) -> bool:
 
 
 def _last_name(node: ast.expr) -> str:
-    """The name that an owner goes by: "backend" of ``self.parameters.backend``."""
+    """The name of the object that has the method: "backend" of ``self.parameters.backend``."""
     if isinstance(node, ast.Subscript):
         return _last_name(node.value)
     if isinstance(node, ast.Attribute):

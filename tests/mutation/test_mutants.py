@@ -1,4 +1,4 @@
-"""Without any one of its collectives the engine fails: the checks of `tests/mutate_engine.py`."""
+"""Without any one of its collectives a check of the engine fails: `tests/mutate_engine.py`."""
 
 import ast
 import os
@@ -39,7 +39,7 @@ def test_the_engine_passes(problems, name):
 
 
 @pytest.mark.parametrize(("function", "name", "check"), KILLED)
-def test_a_mutant_is_killed(problems, function, name, check, monkeypatch):
+def test_a_check_fails_without_a_collective(problems, function, name, check, monkeypatch):
     monkeypatch.setattr("worlds.PATIENCE", 2.0)
     monkeypatch.setitem(SECONDS, "late", 0.03)
     (site, *_) = (s for s in sites.find_sites() if (s.function, s.name) == (function, name))
@@ -47,8 +47,8 @@ def test_a_mutant_is_killed(problems, function, name, check, monkeypatch):
         CHECKS[check](problems)
 
 
-def test_what_is_spared_is_there(script):
-    """And has a reason."""
+def test_spared_sites_exist(script):
+    """Each spared site has a reason."""
     found = {(site.function, site.text) for site in sites.find_sites()}
     assert set(script.SPARED) <= found
     assert all(script.SPARED.values())
@@ -71,7 +71,7 @@ def _that_communicate(path, by):
 
 
 def test_every_call_of_a_backend_is_found():
-    """Whatever its name: a collective that a backend gains must be known to the script."""
+    """The script must know every collective of a backend, whatever its name."""
     calls = _that_communicate("backend.py", {"_issue", "_begin", "_send", "_shrink"})
     assert {"all_reduce", "barrier_async", "receive", "shrink", "split"} <= calls
     assert calls <= sites.COLLECTIVES
@@ -83,7 +83,7 @@ def test_every_call_of_a_backend_is_found():
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not is_full, reason="scripts/test.sh --full")
-def test_every_mutant_is_killed(script):
+def test_a_check_fails_without_each_collective(script):
     run = subprocess.run(
         [sys.executable, script.__file__], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Training equals training in one process, however ranks talk and whoever is late."""
+"""Training equals training in one process, on every path of messages and with late ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trains(problems: Any, kind: str, strategy: str, path: str, rule: str = "sgd"
 def trains_unwatched(
     problems: Any, strategy: str, path: str, manner: Callable[[], Any], kind: str = "mlp"
 ) -> None:
-    """Nothing but the steps, so that no other collective makes up for a fence."""
+    """Steps only, so that no other collective replaces a fence."""
     expected = problems.train_sequentially(kind, problems.TEXTBOOK["sgd"], steps=STEPS)
 
     def body(backend: Any) -> None:
@@ -234,12 +234,12 @@ class Shifted(AutogradModel):
             parameters,
         )
 
-    def deal_beside(self, world: Any, ranks: Any) -> None:
+    def distribute_state(self, world: Any, ranks: Any) -> None:
         self.shift = world.broadcast(self.shift.copy(), root=0)
 
 
 class Drifting(Shifted):
-    """Its number is rank 0's again after each step, although each pass changes it."""
+    """A model whose number is rank 0's after each step, although each pass changes it."""
 
     computes_together = True
 
@@ -247,7 +247,7 @@ class Drifting(Shifted):
         super().__init__(seed)
         self.pace = 0.1 + seed
 
-    def settle(self, ranks: Any) -> bool:
+    def share_changed_state(self, ranks: Any) -> bool:
         self.shift = ranks.broadcast(self.shift.copy(), root=0)
         return True
 
@@ -273,7 +273,7 @@ def a_placed_model(problems: Any) -> None:
 
 
 class Partial(Shifted):
-    """Only rank 1 uses its first parameter."""
+    """A model of which only rank 1 uses the first parameter."""
 
     may_use_some = True
 
@@ -281,13 +281,13 @@ class Partial(Shifted):
         everything = super().backward_pass
         everything(saved, lambda index, g: receive(index, g) if index or self.shift == 2 else None)
 
-    def deal_beside(self, world: Any, ranks: Any) -> None:
+    def distribute_state(self, world: Any, ranks: Any) -> None:
         pass
 
 
 @check
 def a_parameter_that_one_rank_uses(problems: Any) -> None:
-    """Every rank updates it."""
+    """Every rank updates the parameter that one rank has used."""
 
     def body(backend: Any) -> None:
         rule = ms.optimizers.SGD(0.05, weight_decay=0.5)
@@ -392,7 +392,7 @@ for _what in (*((name,) for name in OFFLOADED), OFFLOADED):
 
 @check
 def a_step_after_one_that_failed(problems: Any) -> None:
-    """What was under way keeps its memory until it is through."""
+    """Memory of a collective under way is kept until it has ended."""
 
     def body(backend: Any, strategy: str, where: str) -> None:
         model, optimizer = problems.build(backend, "mlp", strategy)
@@ -425,7 +425,7 @@ def a_step_after_one_that_failed(problems: Any) -> None:
 
 @check
 def a_unit_that_was_not_needed(problems: Any) -> None:
-    """It is on its way when it is let go, and its buffer is the next unit's."""
+    """A unit is released during its gather, and its buffer is the next unit's."""
 
     def body(backend: Any) -> None:
         model, _ = problems.build(backend, "mlp", "fsdp")

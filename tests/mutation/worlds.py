@@ -1,4 +1,4 @@
-"""Worlds in which a missing fence or wait shows for certain: late ranks, and works that idle."""
+"""Worlds in which a missing fence or wait always shows: late ranks, and work that is delayed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PATIENCE = 10.0
 
 
 def run(body: Callable[[Any], Any], path: str = "messages", size: int = 3) -> list[Any]:
-    """Call ``body(backend)`` on thread-ranks that talk in one of three ways."""
+    """Call ``body(backend)`` on thread-ranks, on one of three paths of messages."""
     with mock.patch.dict(os.environ, PATHS[path]):
         return run_in_threads(size, body, timeout=PATIENCE)
 
 
 @contextlib.contextmanager
 def late(seconds: float, rank: int = 1) -> Iterator[None]:
-    """Inside, one rank comes late out of every collective: the others are far ahead of it.
+    """In the block one rank returns late from every collective: the others are ahead of it.
 
     What nothing orders happens in the wrong order then, as long as ``seconds`` suffice for what
     the others do meanwhile.
@@ -51,7 +51,7 @@ def late(seconds: float, rank: int = 1) -> Iterator[None]:
 
 
 class IdleWork(Work):
-    """A collective that does nothing until it is waited for, or one that was issued after it."""
+    """A collective that does nothing before a wait for it, or for one that was issued later."""
 
     def __init__(self, backend: Any, call: Any, steps: Any, issue: Any) -> None:
         super().__init__(backend, steps, None, call)
@@ -70,7 +70,7 @@ class IdleWork(Work):
 
 @contextlib.contextmanager
 def idle() -> Iterator[None]:
-    """Inside, collectives do nothing before somebody waits, which their contract allows.
+    """In the block collectives do nothing before a wait, which their contract allows.
 
     What uses the arrays of a collective that nobody has waited for raises, or reads what was there
     before.
@@ -113,7 +113,7 @@ def _name(work: Work) -> str:
 
 
 def refused(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
-    """That this rank, too, hears an error of its own, and not the echo of another rank's."""
+    """Check that this rank raises an error of its own, and not another rank's."""
     with pytest.raises(error, match=pattern):
         call()
 
@@ -123,6 +123,6 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 def agree(backend: Any, array: Any) -> None:
-    """That all ranks have the same bits."""
+    """Check that all ranks have the same bits."""
     everyone = backend.all_gather(np.asarray(array)[None])
     assert (everyone == everyone[0]).all(), everyone

@@ -1,4 +1,4 @@
-"""Gradients that are applied some steps later: against a textbook version in one process."""
+"""Gradients that are applied some steps later, against a textbook version in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build(backend, rule=None, *, unit=1, layout="ddp", **options):
 
 
 def share(step, rank, size):
-    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    """Return uneven batches, other ones in each step; in each fifth the last rank has none."""
     cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
     rows = np.random.default_rng(step).permutation(29)[: 29 - step % 3]
     rows = rows[cuts[rank] : cuts[rank + 1]]
@@ -151,7 +151,7 @@ def test_a_checkpoint_has_the_gradients_under_way(backend, shared_path, stop, la
     assert again.get_parameters().tobytes() == model.get_parameters().tobytes()
 
 
-def test_any_number_of_ranks_goes_on_with_them(tmp_path):
+def test_any_number_of_ranks_continues_with_pending_gradients(tmp_path):
     def run(backend, first, last, layout="ddp", delay=2):
         model, optimizer = build(backend, Adam(1e-3), layout=layout, allow_staleness=delay)
         optimizer.bind(model)
@@ -182,7 +182,7 @@ def test_any_number_of_ranks_goes_on_with_them(tmp_path):
 
 
 @in_worlds(1, 2, 3)
-def test_what_is_pending_is_applied_and_any_optimizer_goes_on(backend, shared_path):
+def test_any_optimizer_continues_once_pending_gradients_are_applied(backend, shared_path):
     data = {"model": plain(), "x_train": X, "y_train": Y, "batch_size": 8, "progress": False}
     config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
     made = AsyncSGDOptimizer(Adam(1e-3), config, allow_staleness=2)
@@ -208,7 +208,7 @@ def test_what_is_pending_is_applied_and_any_optimizer_goes_on(backend, shared_pa
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 @in_layouts
 @in_worlds()
-def test_what_is_pending_is_applied_as_by_later_steps(backend, layout, rule):
+def test_pending_gradients_are_applied_as_by_later_steps(backend, layout, rule):
     model, optimizer = build(
         backend, Adam(1e-3) if rule == "adam" else None, layout=layout, allow_staleness=2
     )
@@ -221,7 +221,7 @@ def test_what_is_pending_is_applied_as_by_later_steps(backend, layout, rule):
     assert optimizer.steps == 12
 
 
-def test_with_nothing_under_way_no_schedule_is_asked():
+def test_without_pending_gradients_the_schedule_is_not_called():
     def body(backend):
         model, optimizer = build(backend, SGD(lambda step: [0.1][step]), allow_staleness=2)
         train(backend, model, optimizer, 0, 1)

@@ -1,4 +1,4 @@
-"""Saves while training goes on: their errors, and what becomes of one when the run ends."""
+"""Saves in the background: their errors, and the end of a run during a save."""
 
 import errno
 import threading
@@ -18,7 +18,7 @@ X = np.random.default_rng(0).standard_normal((SAMPLES, 3))
 
 
 class Inputs:
-    """The inputs, of which a chosen read does something."""
+    """Inputs that call a function at a chosen read."""
 
     def __init__(self, at, then):
         self.at, self.then = at, then
@@ -33,7 +33,7 @@ class Inputs:
 
 
 def train(backend, folder, steps=None, strategy="fsdp", **options):
-    """The result; ``steps`` is filled with each rank's number of updates, whatever happens."""
+    """Return the result; ``steps`` receives each rank's number of updates, also after an error."""
     model = ms.as_distributed(ms.nn.MLP([3, 4, 1], seed=0), backend, strategy)
     optimizer = ms.as_distributed(ms.optimizers.Adam(1e-3), backend, strategy)
     choices = {"x_train": X, "checkpoint_every": 2, "checkpoint_async": True}
@@ -58,7 +58,7 @@ def train(backend, folder, steps=None, strategy="fsdp", **options):
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """A disk on which each part of a rank's file takes a while, and which says what it began."""
+    """A slow disk, which records each write that it begins."""
     begun = []
     write = disk.write_file
 
@@ -110,7 +110,7 @@ def test_a_rank_that_cannot_write_ends_all_at_the_same_step(tmp_path, monkeypatc
     assert not writers()
 
 
-def test_the_last_save_is_waited_for(tmp_path, slow_disk):
+def test_the_run_waits_for_its_last_save(tmp_path, slow_disk):
     ms.run_in_threads(2, train, tmp_path / "run")
     assert newest_valid(tmp_path / "run").name == "step-00000020"
     assert not writers()
@@ -124,7 +124,7 @@ def test_early_stopping_waits_for_the_last_save(tmp_path, slow_disk):
     assert not writers()
 
 
-def test_where_all_ranks_raise_the_save_under_way_is_completed(tmp_path, slow_disk):
+def test_an_error_on_all_ranks_completes_the_save_under_way(tmp_path, slow_disk):
     def main(backend):
         bad = Inputs(3, lambda x: x * np.nan)  # the third step, while what the second left is saved
         with pytest.raises(NonFiniteLossError):
@@ -136,7 +136,7 @@ def test_where_all_ranks_raise_the_save_under_way_is_completed(tmp_path, slow_di
     assert not writers()
 
 
-def test_what_failed_before_a_step_ends_is_raised_in_that_step(tmp_path, monkeypatch):
+def test_a_save_that_fails_before_a_step_ends_is_raised_in_that_step(tmp_path, monkeypatch):
     def fails(file, parts):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -160,7 +160,7 @@ def test_what_failed_before_a_step_ends_is_raised_in_that_step(tmp_path, monkeyp
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_the_memory_for_copies_is_taken_once_before_training(tmp_path, monkeypatch, strategy):
-    """Also where the best parameters, of which there are none at first, will be saved, too."""
+    """The run also saves the best parameters, of which there are none at first."""
     events = []
     touched = module._touched_memory
 
@@ -187,7 +187,7 @@ class OneRankError(Exception):
     pass
 
 
-def test_where_one_rank_raises_the_save_under_way_is_given_up(tmp_path, slow_disk):
+def test_an_error_on_one_rank_abandons_the_save_under_way(tmp_path, slow_disk):
     def fail(_):
         raise OneRankError
 

@@ -1,4 +1,4 @@
-"""Optimizers that are saved and loaded before a first step, and state that is made equal again."""
+"""Optimizers that are saved and loaded before a step, and state that is made equal again."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def step(model: Any, optimizer: Any, times: int = 1) -> None:
 
 
 @in_worlds(2, 3)
-def test_state_that_tensor_ranks_hold_alike_becomes_equal_again(backend: Any) -> None:
+def test_replicated_state_of_tensor_ranks_becomes_equal_again(backend: Any) -> None:
     model, optimizer = pair(backend, "tensor")
     optimizer.synchronize_optimizer_state()  # before there is any
     step(model, optimizer, 2)
     expected = {name: vector.copy() for name, vector in optimizer.state.items()}
     saved = optimizer.serialize()
-    held = model.engine.placement.slices
+    held = model.engine.placement.local_parameters
     shared = [each.entry for each in held if each.entry.name == "linear1.bias"]
     assert shared  # of a layer split by columns every rank has the whole bias
     if backend.rank == 1:
@@ -80,7 +80,7 @@ def test_an_optimizer_is_saved_and_loaded_before_a_step(
         pair(backend, strategy, ms.optimizers.Lion)[1].load_model(shared_path / "two")
 
 
-def test_a_state_goes_on_with_compression_or_delay() -> None:
+def test_a_saved_state_fits_compression_or_delay() -> None:
     def main(backend: Any) -> None:
         config = ms.ShardingConfiguration(backend)
         whole = GradientCompressionOptimizer(Adam(), config, 0.1, use_quantization=False)

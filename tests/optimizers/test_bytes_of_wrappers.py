@@ -1,4 +1,4 @@
-"""The bytes of optimizers that send less, or later: they have what a checkpoint has."""
+"""The bytes of optimizers that compress or delay gradients have the content of a checkpoint."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def numba():
 
 @pytest.fixture
 def anew(monkeypatch):
-    """What the module knows of numba and has compiled is forgotten, before and after."""
+    """Clear what the module has compiled and knows of numba, before and after the test."""
 
     def forget():
         compilation._numba.cache_clear()
@@ -78,7 +78,7 @@ def anew(monkeypatch):
 
 
 def values(seed, dtype, length=LENGTH):
-    """Of every size, a fifth of them where rounding is peculiar."""
+    """Return values of every magnitude, a fifth of them subnormal, infinite or NaN."""
     generator = np.random.default_rng(seed)
     found = generator.standard_normal(length) * 10.0 ** generator.integers(-12, 6, length)
     info = np.finfo(dtype)
@@ -261,8 +261,8 @@ def test_processes_that_fill_one_cache_at_the_same_time(numba, tmp_path):
         assert len(found) == 4
         assert not is_full or found == written
         written = found
-    together, (alone,) = given
-    assert together[0] == together[2] != together[1] == alone
+    shared, (alone,) = given
+    assert shared[0] == shared[2] != shared[1] == alone
 
 
 class Signed(SGD):
@@ -282,7 +282,7 @@ def test_a_closure_is_run_by_numpy():
     assert p.tolist() == [-0.5, 0.5]
 
 
-def test_setting(set_numba):
+def test_an_unknown_value_of_the_environment_variable_is_refused(set_numba):
     set_numba("maybe")
     with pytest.raises(ValueError, match="MPISHARD_NUMBA must be auto or off; got 'maybe'"):
         settings.check()

@@ -55,7 +55,7 @@ def train(model, optimizer, steps):
 
 
 def share(step, rank, size):
-    """Uneven, and of other samples in each step."""
+    """Return uneven batches, other ones in each step."""
     cuts = [k * 23 // size + (0 < k < size) for k in range(size + 1)]
     rows = np.random.default_rng(step).permutation(23)[cuts[rank] : cuts[rank + 1]]
     return X[rows], Y[rows]
@@ -101,26 +101,26 @@ def approximate(method, values, key):
     }[method]()
 
 
-def dealt(model):
-    """Return the parts that replicas exchange: places in the model's vector, and key. Collective.
+def exchanged_pieces(model):
+    """Return the pieces that replicas exchange, as indices in the flat vector and key. Collective.
 
-    The key is None of what travels whole.
+    The key of a piece that is sent uncompressed is None.
     """
     replica, placement = model.engine.replica, model.engine.placement
     found = []
     count = replica.data.world_size if replica.is_grouped else 1
     place = replica.data.rank if replica.is_grouped else 0
-    slices = [held.entry for held in placement.slices]
-    alike = []
-    if replica.is_on_mesh:  # what its ranks hold alike travels whole
-        held = {each.entry.name: each.boxes for each in placement.slices}
+    slices = [held.entry for held in placement.local_parameters]
+    replicated = []
+    if replica.is_on_mesh:  # what its ranks hold replicated travels whole
+        held = {each.entry.name: each.boxes for each in placement.local_parameters}
         pipeline, tensor = model.mesh.pipeline_rank, model.mesh.tensor_rank
         everyones = [
             json.loads(text)
             for text in all_texts(model.backend, json.dumps([pipeline, tensor, held]))
         ]
         mine = json.loads(json.dumps(held))
-        alike = [
+        replicated = [
             name
             for name in mine
             if any(
@@ -134,7 +134,7 @@ def dealt(model):
         stop = start + layout.size(place)
         runs = [(start, stop)]
         for entry in slices:
-            if entry.name in alike:
+            if entry.name in replicated:
                 runs = [
                     cut
                     for a, b in runs
@@ -145,9 +145,9 @@ def dealt(model):
                 if low < high:
                     found.append((list(placement.ranges(low, high)), None, low))
         for start_, stop_ in runs:
-            size = replica.together.world_size if replica.is_grouped else 1
-            key = [unit.index] if size == 1 else [unit.index, replica.together.rank]
-            key += [start_ - unit.start] if alike else []
+            size = replica.group.world_size if replica.is_grouped else 1
+            key = [unit.index] if size == 1 else [unit.index, replica.group.rank]
+            key += [start_ - unit.start] if replicated else []
             found.append((list(placement.ranges(start_, stop_)), key, start_))
     found.sort(key=lambda part: part[2])
     everyones = {}
@@ -196,17 +196,17 @@ class Textbook:
                 of_owner = (SEED, step, *key, owner)
                 total = np.zeros(layout.size(owner))
                 for rank in range(self.size):
-                    told = approximate(self.method, given[rank][piece], (*of_owner, 1 + rank))
-                    self.errors[rank][piece] -= told
-                    total += told
+                    decoded = approximate(self.method, given[rank][piece], (*of_owner, 1 + rank))
+                    self.errors[rank][piece] -= decoded
+                    total += decoded
                 total += self.sums[piece]
                 result[piece] = approximate(self.method, total, (*of_owner, 0))
                 self.sums[piece] = total - result[piece]
 
 
 def train_textbook(method, rule, model, steps, **options):
-    """Return the parameters and the textbook, and the places of this rank's errors. Collective."""
-    parts, mine = dealt(model)
+    """Return the parameters and the textbook, and the indices of this rank's errors. Collective."""
+    parts, mine = exchanged_pieces(model)
     size = model.data_size  # of which each computes a part of the samples
     count = model.engine.replica.across.world_size
     return *textbook_of(method, rule, size, count, pickle.dumps(parts), steps, **options), mine
@@ -239,12 +239,12 @@ def textbook_of(method, rule, size, count, parts, steps, **options):
 
 
 def require_equal_copies(model):
-    """Fail if ranks of the world have other bits of what they hold alike. Collective."""
+    """Fail if ranks have different bits of replicated parameters. Collective."""
     held = {}
     for unit in model.engine.layout.units:
         values = np.empty(unit.length)
         model.engine.parameters.read(unit, values)
-        for part in model.engine.placement.slices:
+        for part in model.engine.placement.local_parameters:
             entry = part.entry
             if unit.start <= entry.start < unit.stop:
                 own = values[entry.start - unit.start : entry.stop - unit.start]
@@ -308,7 +308,7 @@ def test_whole_gradients_of_the_first_steps_are_waited_for():
 
 
 @in_worlds(1, 3)
-def test_without_error_feedback_what_is_left_out_is_lost(backend):
+def test_without_error_feedback_compression_loses_values(backend):
     model, optimizer = build(backend, "top-k", error_feedback=False)
     for step in range(20):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
@@ -446,7 +446,7 @@ def sums_of_errors(backend, method, layout, *, write=None, read=None):
 
 @pytest.fixture(scope="module")
 def written_errors(tmp_path_factory):
-    """A function that returns a checkpoint with errors, and their sums."""
+    """Return a function that makes a checkpoint with errors, and their sums."""
 
     @computed_once
     def write(method, size, layout):
@@ -474,7 +474,7 @@ def test_another_layout_of_ranks_takes_the_same_sum_of_errors(
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
-def test_errors_that_other_ranks_have_left_arrive(tmp_path):
+def test_errors_saved_by_other_ranks_are_added(tmp_path):
     def run(backend, layout, *, write=False, **given):
         model, optimizer = build(backend, layout=layout, **given)
         if write:
@@ -623,8 +623,8 @@ def test_replicas_without_a_method_send_whole_gradients(backend, layout):
     for step in range(5):
         batch = share(step, model.data_rank, model.data_size)
         report = optimizer.step_report(model, *batch)
-        speaks = model.engine.replica.speaks  # ranks that compute together count once
-        known = exact.step_report(other, *(array[: len(array) * speaks] for array in batch))
+        counts = model.engine.replica.reports_loss  # ranks that compute together count once
+        known = exact.step_report(other, *(array[: len(array) * counts] for array in batch))
         figures = [(each.loss, each.weight, each.gradient_norm) for each in (report, known)]
         np.testing.assert_allclose(*figures, rtol=1e-12)
     found = model.get_parameters()
@@ -711,11 +711,11 @@ def test_ranks_must_compress_alike_and_a_compressed_model_has_one_optimizer(back
 def test_a_code_has_its_length_and_rounds_as_it_says(code, length, dtype):
     values = np.random.default_rng(length).standard_normal(length).astype(dtype)
     key = (0, 1, 2, 3, 4)
-    told = code.encode(values, key)
-    assert told.dtype == np.uint8
-    assert told.size == code.wire_bytes(length, values.itemsize)
+    encoded = code.encode(values, key)
+    assert encoded.dtype == np.uint8
+    assert encoded.size == code.wire_bytes(length, values.itemsize)
     found = np.full_like(values, np.nan)
-    code.decode(told, found, key)
+    code.decode(encoded, found, key)
     assert np.isfinite(found).all()
     same = np.full_like(values, 0.25)
     code.decode(code.encode(same, key), found, key)

@@ -1,8 +1,9 @@
-"""Update rules on a GPU, or on its stand-in, do what they do on the host."""
+"""Update rules on a GPU, or on its stand-in, give the results of the host."""
 
 import numpy as np
 import pytest
 from cupy_stand_in.counts import counting
+from mpishard.optimizers.rules.ranges import joined
 
 import mpishard as ms
 from mpishard.base.arrays import to_host
@@ -13,13 +14,12 @@ from mpishard.optimizers import (
     Adam,
     AdamW,
     Lion,
-    OwnedRange,
+    PieceViews,
     RMSprop,
     Segment,
     UpdateContext,
 )
 from mpishard.optimizers.rules.compiled import Body, elements
-from mpishard.optimizers.rules.ranges import joined
 from mpishard.testing.worlds import in_worlds
 
 RULES = {
@@ -60,7 +60,7 @@ def updated(rule, place, dtype, *, pieces=1, tiny=0):
             if start < high and low < stop
         )
         views = {kind: vector[low:high] for kind, vector in state.items()}
-        ranges.append(OwnedRange(p[low:high], g[low:high], views, segments))
+        ranges.append(PieceViews(p[low:high], g[low:high], views, segments))
     for step in range(4):
         rule.update_all(ranges, UpdateContext(step + 1, rule.learning_rate(step), 0.25))
     return {"parameters": to_host(p)} | {kind: to_host(state[kind]) for kind in state}
@@ -103,7 +103,7 @@ def test_only_ranges_that_lie_end_to_end_in_all_their_arrays_are_joined(gpu):
     p, g, m = (gpu.zeros(12) for _ in range(3))
 
     def owned(p, g, m, name):
-        return OwnedRange(p, g, {"m": m}, (Segment(name, 0, int(p.size)),))
+        return PieceViews(p, g, {"m": m}, (Segment(name, 0, int(p.size)),))
 
     first, second = owned(p[:5], g[:5], m[:5], "a"), owned(p[5:9], g[5:9], m[5:9], "b")
     (whole,) = joined([first, second])

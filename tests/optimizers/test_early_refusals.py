@@ -1,4 +1,4 @@
-"""What would fail after hours fails at once, on every rank, and changes nothing."""
+"""Mistakes that would show after hours are refused before the first step, on every rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_all_ranks(error, message, options, rule=lambda rank: ms.optimizers.SGD(0.
         ({"max_steps": 0}, ValueError, "max_steps must be 1 or more"),
     ],
 )
-def test_on_every_rank(options, error, message):
+def test_mistakes_are_refused_on_every_rank(options, error, message):
     on_all_ranks(error, message, lambda rank: options)
 
 

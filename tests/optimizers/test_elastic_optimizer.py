@@ -1,4 +1,4 @@
-"""An optimizer whose ranks come and go: bounds, and the same training on other ranks."""
+"""An optimizer whose number of ranks changes: its bounds, and the same training on other ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_job_that_shrinks_and_grows_is_one_process_training(tmp_path):
     np.testing.assert_allclose(found, textbook(50), rtol=0, atol=1e-12)
 
 
-def test_with_leaves_it_has_the_same_bits(tmp_path):
+def test_an_elastic_run_with_leaves_has_the_same_bits(tmp_path):
     for size, limit in ((4, 6), (2, 12)):
         found = ms.run_in_threads(size, train, tmp_path / "a", "fsdp", limit, leaves=4)[0]
     whole = ms.run_in_threads(1, train, tmp_path / "b", "ddp", 12, leaves=4)[0]
@@ -69,7 +69,7 @@ def test_with_leaves_it_has_the_same_bits(tmp_path):
 
 
 class Lost:
-    """Samples of which a batch is too much for one thread."""
+    """Samples whose read number ``at`` raises an error."""
 
     def __init__(self, at):
         self.at, self.read = at, 0

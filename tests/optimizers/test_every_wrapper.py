@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, under each optimizer that sends less, or later."""
+"""Errors of one rank, under each optimizer that compresses or delays gradients."""
 
 from __future__ import annotations
 

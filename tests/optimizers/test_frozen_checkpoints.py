@@ -1,4 +1,4 @@
-"""What is frozen has no state, in memory or in a checkpoint."""
+"""Frozen parameters have no state, in memory or in a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_interrupted_and_resumed_it_is_the_same_run(tmp_path, worlds, strategies
     assert again.tobytes() == values.tobytes()
 
 
-def test_what_was_frozen_has_no_state_to_go_on_with(tmp_path):
+def test_frozen_parameters_have_no_state_in_a_checkpoint(tmp_path):
     path = tmp_path / "run"
     ms.run_in_threads(2, train, max_steps=4, checkpoint=path)
 

@@ -35,7 +35,7 @@ def build(backend, rule=None, period=PERIOD, outer=None, unit=1):
 
 
 def share(step, rank, size):
-    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    """Return uneven batches, other ones in each step; in each fifth the last rank has none."""
     cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
     rows = np.random.default_rng(step).permutation(29)[cuts[rank] : cuts[rank + 1]]
     if step % 5 == 3 and rank == size - 1 > 0:

@@ -35,7 +35,7 @@ def build(backend, *, outer=False, rule=None, size=None, strategy="ddp", **given
 
 
 def share(step, rank, size):
-    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    """Return uneven batches, other ones in each step; in each fifth the last rank has none."""
     cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
     rows = np.random.default_rng(step).permutation(29)[cuts[rank] : cuts[rank + 1]]
     if step % 5 == 3 and rank == size - 1 > 0:
@@ -43,8 +43,8 @@ def share(step, rank, size):
     return X[rows], Y[rows]
 
 
-def told(exchange, values, key):
-    """Return what a code tells of ``values``."""
+def decoded(exchange, values, key):
+    """Return ``values`` as they are after encoding and decoding."""
     if exchange is None or not values.size:
         return values
     if exchange != "int8":
@@ -101,11 +101,11 @@ class Textbook:
                 old, change = self.agreed[place], 0
                 for rank, theta in enumerate(self.thetas):
                     mine = (theta[place] - old) * weights[rank] / weights.sum()
-                    change = change + told(self.exchange, mine, (*key, 1 + rank))
+                    change = change + decoded(self.exchange, mine, (*key, 1 + rank))
                 if outer:
                     self.momentum[place] = 0.9 * self.momentum[place] - change
                     change = -0.7 * (-change + 0.9 * self.momentum[place])
-                values = old + told(self.exchange, change, (*key, 0))
+                values = old + decoded(self.exchange, change, (*key, 0))
                 for vector in (self.agreed, *self.thetas):
                     vector[place] = values
 

@@ -36,7 +36,7 @@ def build(backend, strategy, rule, period, *, size=2, outer=None):
 
 
 def share(step, rank, size):
-    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    """Return uneven batches, other ones in each step; in each fifth the last rank has none."""
     cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
     rows = np.random.default_rng(step).permutation(29)[cuts[rank] : cuts[rank + 1]]
     if step % 5 == 3 and rank == size - 1 > 0:
@@ -173,7 +173,7 @@ def test_settle_waits_for_ranks_of_the_node_that_read():
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @in_worlds(2, 4)
-def test_optimize_deals_to_all_ranks_saves_and_resumes(backend, shared_path, strategy):
+def test_optimize_divides_samples_saves_and_resumes(backend, shared_path, strategy):
     def run(limit, folder):
         config = ms.ShardingConfiguration(backend, replica_size=2)
         outer = SGD(0.7, momentum=0.9, nesterov=True)
@@ -230,7 +230,7 @@ def test_a_value_that_is_not_finite_stops_all_replicas(backend):
 
 
 @in_worlds(2)
-def test_others_than_local_sgd_are_refused(backend):
+def test_other_optimizers_than_local_sgd_are_refused(backend):
     config = ms.ShardingConfiguration(backend, replica_size=1)
     model = ms.FSDPModel(plain(), config)
     for call in (
@@ -373,15 +373,15 @@ def many_steps(backend, mesh, inside, options):
     replicas = backend.world_size // int(np.prod(mesh))
     assert (model.data_size, model.mesh.replica_count) == (replicas * mesh[2], replicas)
     assert model.data_rank_of(backend.rank) == model.data_rank
-    told = model.get_model_metadata().properties
+    properties = model.get_model_metadata().properties
     place = (replicas, model.mesh.replica_rank) if replicas > 1 else (None, None)
-    assert (told.get("ReplicaCount"), told.get("ReplicaRank")) == place
+    assert (properties.get("ReplicaCount"), properties.get("ReplicaRank")) == place
     steps = steps_for(backend.world_size)
     mine = train(model, optimizer, range(steps))
     expected = textbook(mesh[2], model.data_size, steps, 4, outer)
     np.testing.assert_allclose(mine, expected[model.mesh.replica_rank], rtol=0, atol=1e-12)
     if inside == "fsdp":  # each replica is sharded over all its ranks
-        mesh_ranks = model.mesh.together.all_gather(np.array([model.local_parameter_shard.size]))
+        mesh_ranks = model.mesh.group.all_gather(np.array([model.local_parameter_shard.size]))
         assert max(mesh_ranks) <= 2 * min(mesh_ranks) + 8
         assert max(mesh_ranks) < len(mine)
     optimizer.settle()
@@ -496,7 +496,7 @@ def test_another_number_of_replicas_with_other_axes_goes_on(tmp_path):
 
 
 @in_worlds(4)
-def test_the_loop_deals_samples_to_replicas(backend):
+def test_the_loop_divides_samples_among_replicas(backend):
     found = []
     for mesh in ((1, 2, 1), (2, 1, 1), (1, 1, 2)):
         model, optimizer = build_mesh(backend, mesh, SGD(0.05), 2 if mesh[2] == 1 else 1)
@@ -519,7 +519,7 @@ def test_a_loss_that_is_not_finite_stops_all_replicas(backend):
 
 
 @in_worlds(2, 4)
-def test_what_a_mesh_cannot_do_is_refused(backend):
+def test_unfit_meshes_are_refused(backend):
     size = backend.world_size
     config = ms.ShardingConfiguration(backend, replica_size=2)
     for sizes, words in (

@@ -1,4 +1,4 @@
-"""The training loop: what it goes through, what it reports, and where it goes on."""
+"""The training loop: its batches, its reports, and how it resumes."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def data(model, **options):
 
 
 def train(backend, strategy="fsdp", kind="mlp", **options):
-    """Result, and the parameters at the end."""
+    """Return the result, and the parameters at the end."""
     config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
     model = ms.as_distributed(plain_model(kind), config, strategy)
     result = ms.as_distributed(rule(), config, strategy).optimize(data(model, **options))
@@ -54,7 +54,7 @@ def train(backend, strategy="fsdp", kind="mlp", **options):
 
 
 def by_hand(kind="mlp", steps=STEPS, drop_last=False, shuffle=True):
-    """Losses before each update, and parameters at the end, with nothing of the loop or rule."""
+    """Return losses before each update, and parameters at the end, without the loop or a rule."""
     model = plain_model(kind)
     theta = model.get_parameters()
     m, v, losses = 0 * theta, 0 * theta, []
@@ -82,7 +82,7 @@ def close(actual, expected, tolerance=1e-12):
 @by_strategy
 @pytest.mark.parametrize("kind", ["mlp", "function"])
 @in_worlds(1, 2, 3, 5)
-def test_goes_through_the_epochs_as_by_hand(backend, strategy, kind):
+def test_the_loop_trains_as_a_loop_by_hand(backend, strategy, kind):
     result, parameters = train(backend, strategy, kind)
     losses, expected = by_hand(kind)
     close(parameters, expected)
@@ -109,7 +109,7 @@ def test_goes_through_the_epochs_as_by_hand(backend, strategy, kind):
     ],
 )
 @in_worlds(1, 3)
-def test_ends_where_it_is_told(backend, options, steps, epochs):
+def test_a_run_ends_after_the_given_epochs_or_steps(backend, options, steps, epochs):
     result, parameters = train(backend, **options)
     by_hand_options = {k: v for k, v in options.items() if k != "max_steps"}
     losses, expected = by_hand(steps=steps, **by_hand_options)
@@ -121,7 +121,7 @@ def test_ends_where_it_is_told(backend, options, steps, epochs):
 
 @by_strategy
 @in_worlds(1, 3)
-def test_validates(backend, strategy):
+def test_validation_losses_are_those_of_the_model(backend, strategy):
     given = {"x_validation": X_NEW, "y_validation": Y_NEW, "x_test": X_NEW, "y_test": Y_NEW}
     each_epoch, parameters = train(backend, strategy, **given)
     assert [step for step, _ in each_epoch.validation_history] == [4, 8, 12, 16, 20]
@@ -136,7 +136,7 @@ def test_validates(backend, strategy):
 
 
 @in_worlds(2)
-def test_writes_metrics_once(backend, shared_path):
+def test_a_resumed_run_writes_each_metric_once(backend, shared_path):
     train(backend, metrics=shared_path / "m", x_validation=X_NEW, y_validation=Y_NEW)
     backend.barrier()  # rank 0 writes
     records = read_metrics(shared_path / "m")
@@ -171,7 +171,7 @@ def test_resumed_in_the_same_world_it_is_the_same_run(tmp_path, stop, world_size
 @pytest.mark.parametrize("worlds", [(1, 3), (3, 2), (2, 5)])
 @pytest.mark.parametrize("strategies", [("fsdp", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")])
 @pytest.mark.parametrize("kind", ["mlp", "function"])
-def test_resumes_in_another_world(tmp_path, worlds, strategies, kind):
+def test_a_run_resumes_in_another_world(tmp_path, worlds, strategies, kind):
     losses, expected = by_hand(kind)
     path = tmp_path / "run"
     ms.run_in_threads(
@@ -231,7 +231,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(backend, shared_
     ],
 )
 @in_worlds(2)
-def test_refuses_to_go_on_in_another_order(backend, shared_path, options, message):
+def test_a_run_refuses_to_continue_in_another_order(backend, shared_path, options, message):
     train(backend, max_steps=5, checkpoint=shared_path / "run")
     config = ms.ShardingConfiguration(backend)
     model = ms.as_distributed(plain_model(), config)
@@ -244,7 +244,7 @@ def test_refuses_to_go_on_in_another_order(backend, shared_path, options, messag
 
 
 @in_worlds(2)
-def test_refuses_what_is_no_checkpoint_of_this_run(backend, shared_path):
+def test_other_checkpoints_than_this_runs_are_refused(backend, shared_path):
     with pytest.raises(FileNotFoundError):
         train(backend, resume=shared_path / "nothing")
     model = ms.as_distributed(plain_model(), backend)

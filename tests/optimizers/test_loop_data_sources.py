@@ -52,7 +52,7 @@ def train(backend, x, y, strategy="fsdp", **options):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_of_an_hdf5_file_each_rank_reads_its_own_rows(file, world_size):
+def test_each_rank_reads_its_own_rows_of_an_hdf5_file(file, world_size):
     expected = ms.run_in_threads(world_size, train, X, Y)[0][1]
     sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=3)
 
@@ -111,11 +111,11 @@ def test_validation_and_test_data_from_a_file(backend, shared_path):
     ("choose", "error", "message"),
     [
         (lambda file: file, TypeError, r"x_train .* got a File, .*by name.*: none, single, x, y"),
-        (lambda file: file["single"], TypeError, "len.. of this Dataset says"),
+        (lambda file: file["single"], TypeError, "len.. of this Dataset fails"),
         (lambda file: file["none"], ValueError, "x_train holds no samples"),
     ],
 )
-def test_what_is_no_data_set_is_refused(file, choose, error, message):
+def test_objects_other_than_data_sets_are_refused(file, choose, error, message):
     def main(backend):
         before = backend._sequence
         with pytest.raises(error, match=message):
@@ -166,7 +166,7 @@ def test_indexing_that_gives_something_else_is_refused():
         (lambda i: list(X)[i], TypeError),
     ],
 )
-def test_a_data_set_that_takes_one_number_is_told_what_it_is_given(index, error):
+def test_an_error_names_the_index_given_to_a_data_set_of_single_samples(index, error):
     """As data sets of PyTorch; NumPy's own words do not say whose mistake it is."""
 
     class One:
@@ -179,7 +179,7 @@ def test_a_data_set_that_takes_one_number_is_told_what_it_is_given(index, error)
     def main(backend):
         with pytest.raises(error) as caught:
             train(backend, One(), Y)
-        told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-        assert all(words in told for words in ("x_train", "One", "an array of integers"))
+        message = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        assert all(words in message for words in ("x_train", "One", "an array of integers"))
 
     ms.run_in_threads(1, main)

@@ -1,4 +1,4 @@
-"""Each rank brings its own data: who brings what, when an epoch ends, and the same training."""
+"""Each rank has data of its own: batches, ends of epochs, and the same training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Y = np.sin(X[:, :2])
 
 
 def own(world_size, rank):
-    """This rank's part of the data, of its own length."""
+    """Return this rank's data, of its own length."""
     start = sum(LENGTHS[world_size][:rank])
     return slice(start, start + LENGTHS[world_size][rank])
 
@@ -37,7 +37,7 @@ def train(backend, strategy="fsdp", reading=lambda array: array, **options):
 
 
 def by_hand(world_size):
-    """Losses and parameters of training on the batches that the ranks bring together."""
+    """Return losses and parameters of one process that trains on the batches of all ranks."""
     sampler = LocalBatchSampler(LENGTHS[world_size], BATCH, seed=3)
     model, losses = ms.nn.MLP([5, 7, 2], activation="tanh", seed=1), []
     theta = model.get_parameters()
@@ -168,7 +168,7 @@ def test_other_lengths_or_common_data_cannot_resume_it(tmp_path):
     ],
 )
 @in_worlds(2)
-def test_what_cannot_be_dealt_is_refused_on_all_ranks(backend, options, message):
+def test_data_that_cannot_be_divided_are_refused_on_all_ranks(backend, options, message):
     with pytest.raises(ValueError, match=message):
         train(backend, **options(backend.rank))
     backend.barrier()  # the ranks are still in step

@@ -1,4 +1,4 @@
-"""Training loops on meshes: the same run as in one process, and one that goes on on any mesh."""
+"""Training loops on meshes: the same run as in one process, resumed on any mesh."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_ranks_of_a_replica_must_bring_the_same(backend: Any, name: str) -> None
     with pytest.raises(ValueError, match="must be given the same"):
         optimizer.optimize(data(model, **own, x_train=(TOKENS + more) % 11))
     np.testing.assert_array_equal(model.get_parameters(), before)
-    # Targets of a validation are no input: one rank of a replica tells them.
+    # Targets of a validation are no input: one rank of a replica reports them.
     found = optimizer.optimize(data(model, **own, y_validation=(TARGETS[:7] + more) % 11))
     losses = backend.all_gather(np.array([found.validation_history[-1][1]]))
     assert (losses == losses[0]).all()

@@ -1,4 +1,4 @@
-"""What a run gives back: figures of each data set, predictions, judgement, copies."""
+"""Results of a run: figures of each data set, predictions, kind of fit, copies."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_predictions_are_each_ranks_own_rows(backend, strategy):
 
 
 @in_worlds(2)
-def test_what_is_not_asked_for_is_not_computed(backend):
+def test_results_that_were_not_requested_are_not_computed(backend):
     model = ms.as_distributed(ms.nn.LinearRegression(4, 2), backend)
     seen = []
     predict = model.engine.predict

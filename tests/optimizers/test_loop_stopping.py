@@ -1,4 +1,4 @@
-"""Early stopping and the best solution: when a run ends, with which parameters, and resumed."""
+"""Early stopping and the best solution: ends of runs, their parameters, and resumed runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wrap(backend, strategy="fsdp", optimizer=None):
 
 
 def train(backend, strategy="fsdp", optimizer=None, **options):
-    """Result, and the parameters that the run ended with."""
+    """Return the result, and the parameters at the end of the run."""
     model, optimizer = wrap(backend, strategy, optimizer)
     given = {
         "x_train": X, "y_train": Y, "batch_size": 8, "epochs": 20, "seed": 3, "progress": False,
@@ -54,7 +54,7 @@ def loss_of(parameters):
 
 @whole_or_sharded
 @in_worlds(2)
-def test_what_was_put_back_is_news_to_all(backend, strategy):
+def test_all_ranks_have_the_parameters_that_were_put_back(backend, strategy):
     model, optimizer = wrap(backend, strategy)
     seen = []
     optimizer.should_early_stop = lambda: seen.append(model.gather_full_parameters())
@@ -71,7 +71,7 @@ def test_what_was_put_back_is_news_to_all(backend, strategy):
 
 @by_strategy
 @in_worlds(1, 2, 3)
-def test_stops_and_puts_the_best_back(backend, strategy):
+def test_early_stopping_puts_the_best_parameters_back(backend, strategy):
     result, parameters = train(backend, strategy, patience=3, **VALIDATION)
     losses = [loss for _, loss in result.validation_history]
     best = int(np.argmin(losses))
@@ -103,11 +103,11 @@ def test_without_patience_nothing_stops_or_is_put_back(backend):
 @in_worlds(2)
 def test_keep_best_goes_through_all_epochs_and_each_rank_keeps_its_part(backend, strategy):
     model, optimizer = wrap(backend, strategy)
-    held = []
+    kept = []
     ask = optimizer.should_early_stop
 
     def watch():
-        held.append(model.memory.held(MemoryCategory.BEST_PARAMETERS))
+        kept.append(model.memory.held(MemoryCategory.BEST_PARAMETERS))
         return ask()
 
     optimizer.should_early_stop = watch
@@ -126,7 +126,7 @@ def test_keep_best_goes_through_all_epochs_and_each_rank_keeps_its_part(backend,
         )
     )
     own = sum(piece.length for piece in model.engine.layout.pieces())
-    assert set(held) == {own * 8}
+    assert set(kept) == {own * 8}
     assert own < model.parameter_count
     assert result.iterations == 60
     assert loss_of(model.get_parameters()) == pytest.approx(result.best_fitness_score, rel=1e-12)
@@ -160,7 +160,7 @@ def test_the_end_between_two_evaluations_is_evaluated_too(backend):
 
 
 class Impatient(ms.optimizers.SGD):
-    """One rank has enough after some evaluations."""
+    """A rule that asks to stop on one rank after some evaluations."""
 
     def __init__(self, evaluations):
         super().__init__(0.05, momentum=0.5)
@@ -173,7 +173,7 @@ class Impatient(ms.optimizers.SGD):
 
 @whole_or_sharded
 @in_worlds(3)
-def test_one_rank_that_wants_to_stop_stops_all(backend, strategy):
+def test_a_stop_request_of_one_rank_stops_all(backend, strategy):
     last = backend.world_size - 1
     mine = Impatient(4 if backend.rank == last else 1000)
     result, parameters = train(backend, strategy, mine, **VALIDATION)
@@ -221,7 +221,7 @@ def _patient(backend, strategy, **options):
 @pytest.mark.parametrize(
     ("worlds", "strategies"), [((3, 2), ("fsdp", "ddp")), ((1, 4), ("ddp", "zero1"))]
 )
-def test_resumes_in_another_world(tmp_path, worlds, strategies):
+def test_a_run_resumes_in_another_world(tmp_path, worlds, strategies):
     whole, parameters = ms.run_in_threads(1, _patient, "fsdp")[0]
     stop = whole.best_iteration + 2
     ms.run_in_threads(

@@ -352,7 +352,7 @@ def test_a_value_that_is_not_finite_at_the_start_is_refused_and_shortens_a_searc
 
 
 @in_worlds(1, 2, 3)
-def test_an_error_behind_a_wall_of_nan_has_the_best_point(backend):
+def test_an_error_at_a_loss_of_nan_has_the_best_point(backend):
     """Rosenbrock's function is NaN beyond the point of some iteration."""
     whole = ms.minimize(rosenbrock, far(3), backend=backend, options={"maxiter": 9})
     evaluations = []
@@ -619,7 +619,7 @@ def test_a_training_run_with_lbfgs_resumes_and_serializes(backend, shared_path):
 
 
 @in_worlds(1, 2)
-def test_lbfgs_refuses_what_is_no_function_to_search(backend):
+def test_lbfgs_refuses_models_without_a_fixed_loss(backend):
     model, optimizer = classified(backend, "fsdp")
     with pytest.raises(ValueError, match=r"LBFGS compares .*, and batch_size 32 cuts"):
         optimizer.optimize(run_data(model, batch_size=32))

@@ -1,4 +1,4 @@
-"""The rule and what it trains are compared between ranks once, before there is a state."""
+"""Ranks compare their rules and frozen parameters once, before they make a state."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rules_that_differ(backend, strategy, what):
 
 
 class Scaled(SGD):
-    """A rule with a setting that has no words of its own."""
+    """A rule with a setting whose repr is the address of an object."""
 
     def __init__(self):
         super().__init__(0.1)
@@ -55,7 +55,7 @@ class Scaled(SGD):
 
 
 @in_worlds(2)
-def test_the_first_step_alone_asks(backend):
+def test_only_the_first_step_compares_rules(backend):
     model = ms.as_distributed(ms.nn.MLP([3, 4, 1]), backend, "ddp")
     optimizer = ms.as_distributed(Scaled(), backend, "ddp")
     sequence = [backend._sequence]
@@ -67,7 +67,7 @@ def test_the_first_step_alone_asks(backend):
 
 
 @in_worlds(2)
-def test_replicas_that_drift_may_go_their_own_ways(backend):
+def test_replicas_that_drift_may_have_different_rules(backend):
     config = ms.ShardingConfiguration(backend, auto_sync_gradients=False)
     model = ms.as_distributed(ms.nn.MLP([3, 4, 1]), config, "ddp")
     optimizer = ms.as_distributed(SGD(0.1 / (backend.rank + 1)), config, "ddp")

@@ -1,11 +1,11 @@
-"""State of ranks that hold slices of the model's tensors, as bytes and as pieces."""
+"""State of ranks that store boxes of the model's tensors, as bytes and as pieces."""
 
 import numpy as np
 import pytest
 
 import mpishard as ms
 from mpishard.optimizers.sharded.state_bytes import StateBytes
-from mpishard.sharding import ParameterEntry, Piece, Placement, Slice, Unit
+from mpishard.sharding import LocalParameter, ParameterEntry, Piece, Placement, Unit
 from mpishard.training.run_state import BestParameters
 
 ENTRIES = [
@@ -18,21 +18,21 @@ FULL = np.random.default_rng(0).standard_normal((2, 33))
 
 
 def held(rank):
-    """What a rank of three holds: slices of rows and of columns; of all else what all have."""
+    """Return what a rank of three stores: boxes of rows and columns, and the rest whole."""
     blocks = tuple(((3 * b + rank, 3 * b + rank + 1), (0, 2)) for b in (0, 1))
     slices = [
-        Slice(ParameterEntry("rows", (2, 2), 0), blocks),
-        Slice(ParameterEntry("frozen", (3,), 4), (((0, 3),),), is_counted=rank == 0),
-        Slice(ParameterEntry("columns", (3, 1), 7), (((0, 3), (rank, rank + 1)),)),
-        Slice(ParameterEntry("scale", (), 10), ((),), is_counted=rank == 0),
-        Slice(ParameterEntry("norm", (5,), 11), (((0, 5),),), is_counted=rank == 0),
+        LocalParameter(ParameterEntry("rows", (2, 2), 0), blocks),
+        LocalParameter(ParameterEntry("frozen", (3,), 4), (((0, 3),),), is_counted=rank == 0),
+        LocalParameter(ParameterEntry("columns", (3, 1), 7), (((0, 3), (rank, rank + 1)),)),
+        LocalParameter(ParameterEntry("scale", (), 10), ((),), is_counted=rank == 0),
+        LocalParameter(ParameterEntry("norm", (5,), 11), (((0, 5),),), is_counted=rank == 0),
     ]
     return Placement(ENTRIES, slices)
 
 
 UNIT = Unit(0, 0, 16, 0, 0)
-# What a rank updates, all but what is frozen, and what of it the first and the other ranks speak
-# for. The state is as long as the former, and begins with its first element.
+# Pieces that a rank updates, without frozen parameters, and those that the first and the other
+# ranks count. The state is as long as the former, and begins with its first element.
 UPDATED = [
     Piece(UNIT, 0, 2, 0),
     Piece(UNIT, 2, 4, 2),
@@ -44,9 +44,9 @@ SPOKEN[2] = SPOKEN[1]
 
 
 def last_column():
-    """Of a fourth rank, which holds nothing else."""
+    """Return what a fourth rank stores: one column."""
     boxes = (((0, 3), (3, 4)),)
-    return Placement(ENTRIES, [Slice(ParameterEntry("columns", (3, 1), 0), boxes)])
+    return Placement(ENTRIES, [LocalParameter(ParameterEntry("columns", (3, 1), 0), boxes)])
 
 
 def state_of(rank):
@@ -54,7 +54,7 @@ def state_of(rank):
     pieces = [Piece(UNIT, 0, 3, 0)] if rank == 3 else UPDATED
     state = {}
     for name, full in zip("mv", FULL, strict=True):
-        parts = [placement.part(full, piece.start, piece.stop) for piece in pieces]
+        parts = [placement.local(full, piece.start, piece.stop) for piece in pieces]
         state[name] = np.concatenate(parts)
     return placement, pieces, state
 
@@ -101,8 +101,8 @@ def test_every_rank_takes_its_slices_of_the_tensors(rank):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_what_a_rank_does_not_speak_for_it_reads_and_does_not_write(strategy, monkeypatch):
-    """A model of a world of one, told that another rank speaks for its biases."""
+def test_a_rank_reads_but_does_not_write_parameters_that_it_does_not_count(strategy, monkeypatch):
+    """A model of a world of one, whose biases are counted by another rank."""
 
     def ask(backend):
         model = ms.as_distributed(ms.nn.MLP([3, 4, 2], seed=0), backend, strategy)
@@ -110,8 +110,8 @@ def test_what_a_rank_does_not_speak_for_it_reads_and_does_not_write(strategy, mo
         optimizer.bind(model)
         whole = model.engine.placement
         slices = [
-            Slice(held.entry, held.boxes, is_counted=not held.entry.name.endswith("bias"))
-            for held in whole.slices
+            LocalParameter(held.entry, held.boxes, is_counted=not held.entry.name.endswith("bias"))
+            for held in whole.local_parameters
         ]
         placement = Placement(whole.entries, slices)
         monkeypatch.setattr(model.engine, "placement", placement)

@@ -147,7 +147,7 @@ def test_reversal(rule, dtype):
     assert (rule.update_parameters(before, g) == p).all()  # the state had gone back, too
 
 
-def test_what_cannot_be_reversed():
+def test_updates_that_cannot_be_reversed():
     rule, p, g = SGD(1.0, weight_decay=1.0), numbers(0), numbers(1)
     with pytest.raises(RuntimeError, match="no update to reverse"):
         rule.reverse_update(p, g)
@@ -219,7 +219,7 @@ def test_a_step_that_is_not_finite():
     assert rule.last_computed_gradients is None
 
 
-def test_a_model_that_tells_only_gradients():
+def test_a_model_that_computes_only_gradients():
     class Bare:
         theta = np.ones(3)
 

@@ -1,4 +1,4 @@
-"""`optimize`: plain models that it wraps, what it refuses, and NumPy scalars that it is given."""
+"""`optimize`: plain models that it wraps, refused input, and arguments that are NumPy scalars."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_refusals_of_the_first_step(backend):
 
 
 @in_worlds(2)
-def test_an_error_of_a_user_s_loss_tells_where_the_parameters_are(backend):
+def test_an_error_in_a_user_s_loss_names_where_the_parameters_are(backend):
     def loss(theta, x, y):
         raise LookupError("no such sample")
 
@@ -141,7 +141,7 @@ def test_a_refused_run_writes_no_metrics(backend, shared_path, settings):
 
 
 @in_worlds(2)
-def test_a_refused_run_leaves_the_state_that_awaits_a_model(backend):
+def test_a_refused_run_keeps_the_loaded_state(backend):
     trained = optimizer_of(backend)
     model = trained.optimize(data(mlp())).model
     optimizer, plain = optimizer_of(backend), mlp()
@@ -185,7 +185,7 @@ def test_a_model_that_is_set(backend):
 
 
 @in_worlds(2)
-def test_members_that_mean_nothing_for_shards_say_what_does(backend):
+def test_members_without_meaning_for_shards_name_those_with_one(backend):
     optimizer = optimizer_of(backend)
     with pytest.raises(NotImplementedError, match=r"apply_gradients\(gradients, model\)"):
         optimizer.update_parameters(np.ones(3), np.ones(3))
@@ -268,7 +268,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", ["shuffle", "local_data", "keep_best", "progress"])
-def test_flags_that_are_none(name):
+def test_flags_of_other_types(name):
     with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
         ms.optimizers.SGD().optimize(data(mlp(), **{name: "no"}))
 

@@ -80,7 +80,7 @@ def test_files_go_on_where_they_were_written(rule, tmp_path):
     assert (other.get_parameters() == model.get_parameters()).all()
 
 
-def test_files_that_are_none(tmp_path):
+def test_paths_without_a_valid_file(tmp_path):
     rule = SGD(0.1, 0.5)
     kept = rule.serialize()
     (tmp_path / "other").write_bytes(Adam().serialize())

@@ -1,4 +1,4 @@
-"""Signals that a run hears while it trains, and whose they are before and after."""
+"""Signals that a run receives while it trains, and their handlers before and after."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ SAMPLES, BATCH = 24, 8
 
 
 class Inputs:
-    """Samples of which a chosen read does something."""
+    """Samples that call a function at a chosen read."""
 
     def __init__(self, then=None, at=0):
         self.values = np.random.default_rng(0).standard_normal((SAMPLES, 3))
@@ -40,14 +40,14 @@ def send(number):
 
 @pytest.fixture
 def world():
-    """A world of one rank on the main thread, which hears signals."""
+    """A world of one rank on the main thread, which receives signals."""
     with ms.InMemoryCommunicationBackend(0, 1, "preemption") as backend:
         yield backend
 
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Afterwards all handlers are those of before."""
+    """Restore all handlers after the test."""
     before = {number: signal.getsignal(number) for number in PREEMPTING_SIGNALS}
     yield
     assert {number: signal.getsignal(number) for number in PREEMPTING_SIGNALS} == before
@@ -74,7 +74,7 @@ def train(backend, inputs, folder, **options):
 
 @pytest.mark.parametrize("number", PREEMPTING_SIGNALS)
 @pytest.mark.parametrize("checkpoint_async", [False, True])
-def test_saves_and_leaves(world, tmp_path, number, checkpoint_async):
+def test_a_preempted_run_saves_and_ends(world, tmp_path, number, checkpoint_async):
     options = {"checkpoint_every": 2, "checkpoint_async": checkpoint_async}
     inputs = Inputs(send(number), at=6)  # the first read is a check
     with pytest.raises(
@@ -91,8 +91,8 @@ def test_saves_and_leaves(world, tmp_path, number, checkpoint_async):
 
 
 @pytest.mark.parametrize("resume", [None, True, "run", False, "start"])
-def test_what_the_same_command_does_is_said(world, tmp_path, caplog, monkeypatch, resume):
-    """A run that ignores its own folder does not promise to go on, nor to go on with more ranks."""
+def test_the_log_says_what_the_same_command_does(world, tmp_path, caplog, monkeypatch, resume):
+    """A run with resume=False reports neither that it can resume, nor with how many ranks."""
     monkeypatch.chdir(tmp_path)
     for folder in ("run", "start"):
         train(world, Inputs(), folder, max_steps=2)
@@ -114,7 +114,7 @@ def test_what_the_same_command_does_is_said(world, tmp_path, caplog, monkeypatch
         assert seen[0][0] == 1
 
 
-def test_after_the_last_step_it_leaves_too(world, tmp_path):
+def test_a_run_preempted_at_its_last_step_ends_too(world, tmp_path):
     with pytest.raises(Preempted, match="after step 9 of 9"):
         train(world, Inputs(send(signal.SIGTERM), at=10), tmp_path / "run")
     result, _ = train(world, Inputs(), tmp_path / "run")
@@ -155,7 +155,7 @@ def test_on_another_thread_nothing_is_received(tmp_path):
 
 @pytest.fixture
 def passed_on(monkeypatch):
-    """Signals passed on to the handler from before, which a test does not have."""
+    """The signals passed on to the earlier handler, which records them here."""
     sent = []
     monkeypatch.setattr(preemption.os, "kill", lambda pid, number: sent.append((pid, number)))
     return sent
@@ -180,14 +180,14 @@ def test_a_second_sigterm_goes_to_the_handler_from_before(world, passed_on, monk
     assert passed_on == [(os.getpid(), signal.SIGTERM)]
 
 
-def test_a_signal_that_came_too_late_is_for_who_hears_it_next(world, passed_on):
+def test_a_signal_after_the_last_step_goes_to_the_next_handler(world, passed_on):
     with Preemption(world) as preempting:
         assert not preempting.is_asked()
         signal.raise_signal(signal.SIGTERM)
     assert passed_on == [(os.getpid(), signal.SIGTERM)]
 
 
-def test_a_forked_process_is_ended_as_ever(world):
+def test_a_forked_process_keeps_the_earlier_handler(world):
     ready = os.pipe()
     with Preemption(world):
         child = os.fork()

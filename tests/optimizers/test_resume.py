@@ -1,4 +1,4 @@
-"""A run that is interrupted goes on to the same bits, and says what it cannot go on from."""
+"""An interrupted run resumes with the same bits, and refuses checkpoints that do not fit."""
 
 import os
 
@@ -21,11 +21,11 @@ X_NEW, Y_NEW = X[:11] + 0.1, Y[:11]
 
 
 class StopsError(Exception):
-    """What interrupts a run here."""
+    """The error that interrupts a run."""
 
 
 class Inputs:
-    """The inputs; the read after so many interrupts the run. With ``noise``, of their own draw."""
+    """Inputs whose n-th read interrupts the run. With ``noise`` they draw random numbers."""
 
     def __init__(self, reads=np.inf, noise=None):
         self.left = reads + 1  # one for the check of the first sample
@@ -61,7 +61,7 @@ RULES = {
 
 
 def train(backend, folder, rule="adamw", strategy="fsdp", dtype=np.float64, **options):
-    """Result, and the parameters at the end."""
+    """Return the result, and the parameters at the end."""
     config = ms.ShardingConfiguration(backend, enable_gradient_compression=dtype == np.float32)
     model = ms.as_distributed(network(dtype), config, strategy)
     optimizer = ms.as_distributed(RULES[rule](), config, strategy)
@@ -79,7 +79,7 @@ def interrupt(backend, folder, reads, **options):
 
 
 def same_run(resumed, undisturbed, made_before):
-    """The same bits, and the same history."""
+    """Require the same bits and the same history."""
     assert resumed[1].tobytes() == undisturbed[1].tobytes()
     for kind in ("validation_history", "fitness_history", "best_iteration", "best_fitness_score"):
         assert getattr(resumed[0], kind) == getattr(undisturbed[0], kind)
@@ -97,7 +97,7 @@ def same_run(resumed, undisturbed, made_before):
     ],
 )
 @in_worlds(1, 3)
-def test_ends_with_the_same_bits(backend, rule, strategy, dtype, shared_path):
+def test_an_interrupted_run_ends_with_the_same_bits(backend, rule, strategy, dtype, shared_path):
     """With a schedule, clipping, dropout, validation, and the best parameters at the end."""
     options = {
         "rule": rule, "strategy": strategy, "dtype": dtype, "x_validation": X_NEW,
@@ -160,7 +160,7 @@ def test_a_generator_of_the_script_goes_on_where_it_was(backend, bits, shared_pa
 
 
 @in_worlds(3)
-def test_state_that_differs_between_ranks_is_each_rank_s(backend, shared_path):
+def test_state_that_differs_between_ranks_is_saved_for_each(backend, shared_path):
     mine, alike = Counter(), Counter()
     mine.value, alike.value = 10 + backend.rank, 5
     train(backend, shared_path / "run", max_steps=2, user_state={"mine": mine, "alike": alike})
@@ -199,7 +199,7 @@ class Unwilling(Counter):
 
 
 def errors_of(ranks, body):
-    """What each rank's ``body`` raises: its kind and its words."""
+    """Return the class and the message of the error that ``body`` raises on each rank."""
 
     def caught(backend):
         with pytest.raises(Exception) as error:  # noqa: PT011 - which one it is, is looked at
@@ -209,7 +209,7 @@ def errors_of(ranks, body):
     return ms.run_in_threads(ranks, caught)
 
 
-def test_state_that_one_rank_cannot_say_is_refused_by_all(tmp_path):
+def test_state_that_one_rank_cannot_save_is_refused_by_all(tmp_path):
     def body(backend):
         part = Unsayable() if backend.rank == 1 else Counter()
         train(backend, tmp_path / "run", user_state={"own": part})
@@ -222,7 +222,7 @@ def test_state_that_one_rank_cannot_say_is_refused_by_all(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_state_that_one_rank_cannot_take_back_ends_all(tmp_path):
+def test_state_that_one_rank_cannot_restore_ends_all(tmp_path):
     ms.run_in_threads(3, train, tmp_path / "run", max_steps=2, user_state={"own": Counter()})
 
     def body(backend):
@@ -234,7 +234,7 @@ def test_state_that_one_rank_cannot_take_back_ends_all(tmp_path):
     assert errors_of(3, body) == [found, (ValueError, words), found]
 
 
-def test_all_hear_that_rank_0_cannot_look_for_a_checkpoint(tmp_path, monkeypatch):
+def test_all_ranks_raise_if_rank_0_cannot_search_for_a_checkpoint(tmp_path, monkeypatch):
     def look(place):
         raise PermissionError(f"{place} is not to be read")
 
@@ -274,14 +274,14 @@ def test_refuses_another_state_than_was_saved(tmp_path):
 
 
 def damage(path):
-    """Change a byte in the middle of what rank 0 wrote."""
+    """Change a byte in the middle of rank 0's file."""
     file = path / "rank00000.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def test_goes_on_from_the_one_before_where_the_newest_is_damaged(tmp_path, caplog):
+def test_a_run_resumes_before_a_damaged_checkpoint(tmp_path, caplog):
     ms.run_in_threads(2, train, tmp_path / "run", max_steps=6, checkpoint_every=3)
     damage(tmp_path / "run" / "step-00000006")
     resumed = ms.run_in_threads(2, train, tmp_path / "run")[0]
@@ -291,7 +291,7 @@ def test_goes_on_from_the_one_before_where_the_newest_is_damaged(tmp_path, caplo
     assert resumed[1].tobytes() == undisturbed[1].tobytes()
 
 
-def test_says_of_each_checkpoint_why_none_can_be_used(tmp_path):
+def test_an_error_names_the_fault_of_each_checkpoint(tmp_path):
     ms.run_in_threads(2, train, tmp_path / "run", max_steps=6, checkpoint_every=3)
     for name in ("step-00000003", "step-00000006"):
         damage(tmp_path / "run" / name)
@@ -299,7 +299,7 @@ def test_says_of_each_checkpoint_why_none_can_be_used(tmp_path):
         ms.run_in_threads(2, train, tmp_path / "run")
 
 
-def test_a_run_that_begins_anew_leaves_what_is_there_behind(tmp_path):
+def test_a_new_run_does_not_resume_existing_checkpoints(tmp_path):
     folder = tmp_path / "run"
     ms.run_in_threads(2, train, folder, max_steps=6, checkpoint_every=3)
     anew, _ = ms.run_in_threads(2, train, folder, max_steps=4, resume=False)[0]
@@ -310,7 +310,7 @@ def test_a_run_that_begins_anew_leaves_what_is_there_behind(tmp_path):
     assert len(resumed.loss_history) == 5
 
 
-def test_where_there_must_be_a_checkpoint_there_is_one(tmp_path):
+def test_resume_true_needs_a_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint in .*leave resume out"):
         ms.run_in_threads(2, train, tmp_path / "run", resume=True)
     ms.run_in_threads(2, train, tmp_path / "run", max_steps=4)
@@ -336,11 +336,11 @@ def test_restarts_that_would_begin_anew_are_named_before_training(
         lambda backend: train(backend, folder, **options),
         backend="memory", world_size=2, on_failure="shrink",
     )  # fmt: skip
-    said = [r.getMessage() for r in caplog.records if "if it fails" in r.getMessage()]
+    warnings = [r.getMessage() for r in caplog.records if "if it fails" in r.getMessage()]
     if resume is None:
-        assert not said
+        assert not warnings
         return
-    by_run, by_shrink = said
+    by_run, by_shrink = warnings
     assert f"resume={resume!r}, and mpishard run --max-restarts 3 starts the job again" in by_run
     assert "on_failure='shrink' begins main again if it fails" in by_shrink
     assert str(folder) in by_run

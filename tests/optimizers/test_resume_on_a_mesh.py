@@ -1,4 +1,4 @@
-"""What was saved on one mesh goes on on any other, under any strategy and in one process."""
+"""A checkpoint of one mesh resumes on any other, under any strategy and in one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def build(backend: Any, name: str, kind: str = "adam", seed: int = 0) -> tuple[A
 def train(
     name: str, kind: str = "adam", seed: int = 0, **options: Any
 ) -> tuple[list[float], Any, Any]:
-    """Losses, parameters at the end, and the best score."""
+    """Return losses, parameters at the end, and the best score."""
 
     def body(backend: Any) -> Any:
         model, optimizer = build(backend, name, kind, seed)
@@ -112,7 +112,7 @@ def whole() -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> Any:
-    """Where each mesh has saved, half way."""
+    """Return the checkpoints of each mesh in the middle of its run."""
     paths: dict[Any, Path] = {}
 
     def path(name: str, kind: str) -> Path:
@@ -144,7 +144,7 @@ def test_a_run_goes_on_on_any_mesh(saved: Any, whole: Any, before: str, after: s
 
 @pytest.fixture(scope="module")
 def resumed(saved: Any) -> Any:
-    """How a run goes on on the mesh that has saved it."""
+    """Return the results of runs that resume on the mesh that saved them."""
     return functools.cache(lambda name: train(name, seed=5, resume=saved(name, "adam")))
 
 
@@ -168,7 +168,7 @@ def test_on_the_same_mesh_to_the_bit(resumed: Any, name: str) -> None:
 def test_stages_without_parameters_or_layers(
     tmp_path: Path, world_size: int, sizes: Any, options: Any
 ) -> None:
-    """Three layers over more stages: those ranks have nothing to hold, to write or to read."""
+    """Three layers over more stages: some ranks store, write and read nothing."""
     x = np.linspace(-1, 1, 60).reshape(12, 5)
 
     def body(backend: Any, path: Path | None = None, resume: Any = None) -> Any:
@@ -272,7 +272,7 @@ def test_a_plain_models_file_is_loaded_and_back(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_bytes_of_an_optimizer_are_the_same_everywhere(kind: str, whole: Any) -> None:
-    """Of those of each mesh, each other one goes on: with the rules in turn, but with --full."""
+    """Each mesh resumes the runs of all others; without --full the rules take turns."""
 
     def half(backend: Any, name: str) -> tuple[bytes, bytes]:
         model, optimizer = build(backend, name, kind)

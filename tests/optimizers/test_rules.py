@@ -1,4 +1,4 @@
-"""Update rules against PyTorch and the papers, whatever the range is cut into."""
+"""Update rules against PyTorch and the papers, for any cut of the vector into pieces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mpishard.optimizers import (
     Constant,
     Cosine,
     Lion,
-    OwnedRange,
+    PieceViews,
     RMSprop,
     Segment,
     UpdateContext,
     WarmUp,
 )
-from mpishard.optimizers.rules.ranges import count_missed
+from mpishard.optimizers.rules.pieces import count_missed
 
 STEPS = 20
 LENGTH = 100_000  # several chunks
@@ -43,7 +43,7 @@ class Returning(SGD):
 
 
 def test_a_rule_that_returns_parameters_instead_of_changing_them_is_refused():
-    owned = OwnedRange(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
+    owned = PieceViews(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
     with pytest.raises(TypeError, match=r"Returning\.update must change the parameters in place"):
         Returning(0.1).update_all([owned], UpdateContext(1, 0.1, 1.0))
 
@@ -54,13 +54,13 @@ def test_a_rule_that_changes_its_parameters_may_return_them():
             parameters -= context.learning_rate * gradients
             return parameters
 
-    owned = OwnedRange(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
+    owned = PieceViews(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
     Changing(0.5).update_all([owned], UpdateContext(1, 0.5, 1.0))
     assert owned.parameters.tolist() == [0.5] * 3
 
 
 def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
-    """Parameters after 20 updates, the ranges between cuts updated as those of one rank."""
+    """Return parameters after 20 updates; the pieces between ``cuts`` are those of one rank."""
     p = np.linspace(first, 1, LENGTH).astype(dtype)
     state = {name: np.zeros(LENGTH, dtype) for name in rule.needed_state()}
     bounds = [0, *cuts, LENGTH]
@@ -76,7 +76,7 @@ def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-
                 if a < stop and start < b
             ]
             own_state = {k: v[mine] for k, v in state.items()}
-            ranges.append(OwnedRange(p[mine], g[mine], own_state, segments))
+            ranges.append(PieceViews(p[mine], g[mine], own_state, segments))
         rule.update_all(ranges, UpdateContext(step + 1, rule.learning_rate(step), 1 / 8))
     return p
 
@@ -168,7 +168,7 @@ def test_twenty_steps_of_pytorch(label, numba, set_numba):
     np.testing.assert_allclose(p, case["theta"], rtol=0, atol=1e-12)
 
 
-def test_the_reference_has_every_rule_and_tells_them_apart():
+def test_the_reference_has_every_rule_with_figures_of_its_own():
     found = TORCH["rules"].values()
     assert {case["rule"] for case in found} == set(RULES)
     ends = [case["theta"] for case in found]
@@ -227,7 +227,7 @@ def test_lamb_sees_whole_parameters(cuts):
 
 
 def test_lamb_adds_the_norms_of_all_owners_up_in_one_vector():
-    """Two ranks by hand: what one gives as its sums is what the other lacks."""
+    """Two ranks by hand: each adds the sums of the other to its own."""
     halves = (0, 50_000, LENGTH)
     names = [name for *_, name in PLACES]
     expected = textbook_lamb(PLACES)
@@ -246,7 +246,7 @@ def test_lamb_adds_the_norms_of_all_owners_up_in_one_vector():
                 if a < stop and start < b
             ]
             context = UpdateContext(step + 1, 1e-3, 1.0, sum_over_owners, names)
-            rule.update_all([OwnedRange(into[mine], g[mine], state, segments)], context)
+            rule.update_all([PieceViews(into[mine], g[mine], state, segments)], context)
             return mine, state
 
         for start, stop in pairwise(halves):
@@ -293,7 +293,7 @@ def test_a_left_out_parameter_counts_its_own_updates_and_schedules_count_all(kin
     expected, of_b = p.copy(), {name: np.zeros(15) for name in rule.needed_state()}
     segments, numbers = (Segment("a", 0, 20), Segment("b", 20, 35), Segment("c", 35, 40)), {}
     for step, unused in enumerate([set(), {"b"}, {"b", "c"}, set()]):
-        whole = OwnedRange(p, g, state, segments)
+        whole = PieceViews(p, g, state, segments)
         context = UpdateContext(step + 1, rule.rate_of_step(step), 1.0, numbers=numbers)
         rule.update_all(list(whole.without(unused, numbers)), context)
         count_missed(unused, numbers)

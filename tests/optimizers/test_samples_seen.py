@@ -1,4 +1,4 @@
-"""However often a run is killed, and on however many ranks it goes on: each sample once an epoch.
+"""Each sample is seen once an epoch, for any number of kills and ranks.
 
 Counted is the history that the surviving checkpoints continue: what a killed run did after its last
 checkpoint is no part of it.
@@ -18,11 +18,11 @@ X = np.random.default_rng(0).standard_normal((SAMPLES, 3))
 
 
 class KilledError(Exception):
-    """What ends a run here."""
+    """The error that ends a run."""
 
 
 class Recorded(np.memmap):  # the one subclass of ndarray that is not refused
-    """Samples whose reads are written down; the read after so many kills the run."""
+    """Samples that record their reads; the n-th read kills the run."""
 
     def __new__(cls, samples, reads):
         made = X[samples].view(cls)
@@ -78,7 +78,7 @@ def attempt(world_size, folder, samples_of, killed, reads, **options):
 
 
 def history(generator, folder, world_sizes, samples_of, **options):
-    """The samples of each step, as the checkpoints of all attempts continue each other."""
+    """Return the samples of each step in the order of the checkpoints of all attempts."""
     surviving = {}
     for number in range(100):
         world_size = int(generator.choice(world_sizes))

@@ -1,4 +1,4 @@
-"""Settings of a rule that are changed between steps, and attributes that are none."""
+"""Settings of a rule that change between steps, and attributes that are not settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wrap(backend, rule, strategy="fsdp"):
 
 @pytest.mark.parametrize("name", NEW)
 @in_worlds(1, 2)
-def test_what_is_set_between_steps_holds_at_the_next(backend, name):
+def test_a_setting_changed_between_steps_is_used_in_the_next(backend, name):
     plain, alone = ms.nn.MLP([3, 4, 1], seed=1, dtype="float64"), AdamW(0.1)
     rule = AdamW(0.1)
     model, optimizer = wrap(backend, rule)
@@ -65,7 +65,7 @@ def test_settings_are_checked_where_they_are_set():
 
 
 @in_worlds(1, 2)
-def test_what_is_frozen_stays_as_the_state_was_made(backend):
+def test_frozen_parameters_stay_those_of_the_state(backend):
     rule = AdamW(0.1)
     model, optimizer = wrap(backend, rule)
     optimizer.step(model, X, Y)
@@ -97,7 +97,7 @@ def test_one_rank_alone_changes_a_setting(backend, name):
 
 
 class Recording(Optimizer):
-    """A rule of only an update, with a setting and a record."""
+    """A rule that overrides `update` alone, with a setting and a record."""
 
     def __init__(self, rate, damping):
         super().__init__(rate)

@@ -1,4 +1,4 @@
-"""Members of the sharded optimizers' surface, and what they refuse."""
+"""Public members of the sharded optimizers, and their refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wrap(backend, strategy="fsdp", rule=None):
 
 
 def own(backend):
-    """This rank's samples; of different number on each rank."""
+    """Return this rank's samples, whose number differs from rank to rank."""
     layout = ms.ShardLayout(len(X), backend.world_size + 1)
     stop = len(X) if backend.rank == backend.world_size - 1 else layout.start(backend.rank + 1)
     return slice(layout.start(backend.rank), stop)
@@ -61,7 +61,7 @@ def full_gradient(parameters):
 
 
 class Annealing(IOptimizer):
-    """An optimizer that asks for no gradient."""
+    """An optimizer that is not gradient based."""
 
     def optimize(self, input_data):
         raise AssertionError
@@ -78,7 +78,7 @@ Annealing.__abstractmethods__ = frozenset()
 
 @pytest.mark.parametrize("strategy", WRAPPERS)
 @in_worlds(2)
-def test_what_is_wrapped_must_be_gradient_based(backend, strategy):
+def test_a_wrapped_optimizer_must_be_gradient_based(backend, strategy):
     config = ms.ShardingConfiguration(backend)
     wrapper = WRAPPERS[strategy]
     rule = ms.optimizers.SGD()
@@ -310,7 +310,7 @@ def test_files_hold_the_state_alone(backend, shared_path):
 
 
 @in_worlds(2)
-def test_streams(backend):
+def test_state_is_saved_to_and_loaded_from_streams(backend):
     data, _ = trained(backend, "zero1")
     model, optimizer = wrap(backend, "zero1")
     steps(backend, model, optimizer)
@@ -360,7 +360,7 @@ def test_bytes_that_do_not_fit_change_nothing(backend):
 
 
 @in_worlds(2)
-def test_awaited_state_of_another_model_is_refused_when_it_comes(backend):
+def test_loaded_state_of_another_model_is_refused_at_the_first_step(backend):
     data, _ = trained(backend)
     optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend)
     optimizer.deserialize(data)
@@ -387,7 +387,7 @@ def test_other_settings_are_named(caplog):
 
 @by_strategy
 @in_worlds(1, 2)
-def test_a_gradient_that_was_overwritten_is_not_told(backend, strategy):
+def test_an_overwritten_gradient_is_not_returned(backend, strategy):
     model, optimizer = wrap(backend, strategy)
     other = ms.as_distributed(ms.optimizers.SGD(), model.sharding_configuration, strategy)
     options = {"*.bias": {"frozen": True}}

@@ -129,7 +129,7 @@ def test_a_whole_grouping_is_valid_in_any_order(sizes, random):
         ([(0, -1), (0, 9)], "'g0' has size -1"),
     ],
 )
-def test_what_is_no_grouping(ranges, message):
+def test_wrong_groupings_are_refused(ranges, message):
     groups = ranges and [ParameterGroup(start, size, f"g{start}") for start, size in ranges]
     with pytest.raises(RuntimeError, match=message):
         ParameterAnalyzer().validate_grouping(groups, 9)

@@ -1,4 +1,4 @@
-"""Regions of tensors: as boxes, put and taken, in the placement of a rank."""
+"""Regions of tensors: their boxes, copies to and from tensors, and those of a placement."""
 
 import math
 
@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.sharding import ParameterEntry, Placement, Region, Slice
+from mpishard.sharding import LocalParameter, ParameterEntry, Placement, Region
 from mpishard.sharding.regions import (
-    blocks_of,
     box_shape,
     box_within,
+    boxes_of,
     join_dims,
     put_region,
     shared_box,
@@ -34,19 +34,19 @@ def regions(draw):
 
 
 def elements(shape, region):
-    """What a region is, by the definition: the flat indices of its elements, in order."""
+    """Flat indices of a region's elements, in order, from the definition."""
     tensor = np.arange(math.prod(shape)).reshape(shape)
     return tensor[box_within(region.box)].ravel()[region.start : region.stop].copy()
 
 
 @given(regions())
-def test_a_region_is_its_blocks(case):
+def test_boxes_of_a_region_hold_its_elements_in_order(case):
     shape, region = case
     tensor = np.arange(math.prod(shape)).reshape(shape)
-    blocks = list(blocks_of(region))
-    assert len(blocks) <= max(1, 2 * len(shape) - 1)
+    boxes = list(boxes_of(region))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
     position, found = 0, []
-    for box, part in blocks:
+    for box, part in boxes:
         values = tensor[box_within(box)].ravel()
         assert (part.start, part.stop) == (position, position + values.size)
         position = part.stop
@@ -55,7 +55,7 @@ def test_a_region_is_its_blocks(case):
 
 
 @given(regions())
-def test_put_and_take(case):
+def test_put_region_and_take_region_are_opposites(case):
     shape, region = case
     expected = elements(shape, region)
     out = np.zeros(region.length, int)
@@ -86,17 +86,19 @@ def test_shared_boxes():
     assert shared_box((), ()) == ()
 
 
-def test_a_region_says_what_it_is():
+def test_a_region_is_printed_as_its_name_and_ranges():
     assert str(Region("w", ((0, 3), (2, 4)), 1, 5)) == "w[0:3, 2:4][1:5]"
     assert Region.whole("w", (3, 4)) == Region("w", ((0, 3), (0, 4)), 0, 12)
 
 
 def test_arrays_are_cut_into_views():
-    # A vector of three row blocks of one parameter, then half the columns of another one.
+    # A vector of three row boxes of one parameter, then half the columns of another one.
     held = [
-        Slice(ParameterEntry("qkv", (3, 2), 0), tuple(((r, r + 1), (0, 2)) for r in (1, 3, 5))),
-        Slice(ParameterEntry("norm", (2,), 6), (((0, 2),),), is_counted=False),
-        Slice(ParameterEntry("out", (2, 2), 8), (((0, 2), (2, 4)),)),
+        LocalParameter(
+            ParameterEntry("qkv", (3, 2), 0), tuple(((r, r + 1), (0, 2)) for r in (1, 3, 5))
+        ),
+        LocalParameter(ParameterEntry("norm", (2,), 6), (((0, 2),),), is_counted=False),
+        LocalParameter(ParameterEntry("out", (2, 2), 8), (((0, 2), (2, 4)),)),
     ]
     shapes = {"qkv": (6, 2), "norm": (2,), "out": (2, 4)}
     entries, start = [], 0

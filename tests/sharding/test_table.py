@@ -1,4 +1,4 @@
-"""The parameter table: where things lie, and what is tied to what."""
+"""The parameter table: ranges of parameters, views, and ties."""
 
 from dataclasses import dataclass
 
@@ -75,7 +75,7 @@ def test_a_layer_does_not_search_the_names_of_all_others():
     assert len(searched) <= 100
 
 
-def test_overlap():
+def test_parameters_in_a_range_are_found():
     assert [e.name for e in table().overlapping(5, 8)] == [
         "embedding.weight",
         "block.inner.scale",
@@ -83,7 +83,7 @@ def test_overlap():
     ]
 
 
-def test_overlap_of_any_range():
+def test_parameters_in_every_range_are_found():
     sizes = [0, 3, 0, 0, 2, 1, 0, 4, 0]
     entries = ParameterTable((f"p{k}", Spec((size,))) for k, size in enumerate(sizes)).entries
     for start in range(-1, 12):
@@ -106,7 +106,7 @@ def test_mistakes(parameters, message):
         ParameterTable(parameters)
 
 
-def test_entries_and_units_are_found_as_a_search_through_all_finds_them():
+def test_bisection_finds_the_entries_and_units_of_a_full_search():
     dice = np.random.default_rng(4)
     for _ in range(200):
         sizes = dice.integers(0, 4, dice.integers(1, 9)).tolist()

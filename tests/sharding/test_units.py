@@ -1,4 +1,4 @@
-"""Units and pieces: nothing lost, nothing twice, no layer cut."""
+"""Units and pieces hold each element once, and cut no layer."""
 
 from itertools import pairwise
 

@@ -5,7 +5,7 @@ import pytest
 
 from mpishard import nn
 from mpishard.nn.layers.layer import GradientTargets
-from mpishard.sharding import ParameterEntry, ParameterTable, Placement, Slice
+from mpishard.sharding import LocalParameter, ParameterEntry, ParameterTable, Placement
 from mpishard.tensor import Stage3ShardedLinear
 from mpishard.testing.worlds import in_worlds
 
@@ -102,7 +102,7 @@ def test_boxes_are_the_piece(backend, inputs, outputs):
     whole = nn.Linear(inputs, outputs)
     of_model = ParameterTable(whole.walk_parameters()).entries
     own = ParameterTable(layer.walk_parameters()).entries
-    placement = Placement(of_model, [Slice(e, layer.boxes(e.name)) for e in own])
+    placement = Placement(of_model, [LocalParameter(e, layer.boxes(e.name)) for e in own])
     flat = np.arange(float(of_model[-1].stop))
     held = np.empty(placement.own_length)
     placement.take(flat, 0, held)

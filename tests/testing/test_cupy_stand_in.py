@@ -1,4 +1,4 @@
-"""The stand-in refuses what CuPy refuses. With ``--gpu`` CuPy is asked whether it does."""
+"""The stand-in refuses the calls that CuPy refuses. ``--gpu`` runs the same tests on CuPy."""
 
 import threading
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from cupy_stand_in.kernels import compiler
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
-def test_arrays_do_not_become_numpys_unasked(gpu):
+def test_device_arrays_are_not_converted_silently(gpu):
     a = gpu.arange(3)
     for convert in (np.asarray, np.array, np.ascontiguousarray, lambda x: np.empty(3).fill(x)):
         # NumPy first warns that __array__ has no argument ``copy``, and warnings are errors here.
@@ -44,12 +44,12 @@ def test_arrays_do_not_become_numpys_unasked(gpu):
         lambda cp, d, h: cp.zeros_like(h) and cp.add(h, 1),
     ],
 )
-def test_hosts_and_devices_do_not_mix(mix, gpu):
+def test_host_and_device_arrays_do_not_mix(mix, gpu):
     with pytest.raises((TypeError, ValueError, AttributeError)):
         mix(gpu, gpu.ones(3), np.ones(3))
 
 
-def test_numpys_functions_hand_over(gpu):
+def test_numpy_functions_dispatch_to_the_stand_in(gpu):
     a = gpu.arange(4.0)
     for result in (np.multiply(a, 2), np.sqrt(a), np.concatenate([a, a]), np.sum(a), 2 - a, -a):
         assert type(result) is gpu.ndarray
@@ -69,7 +69,7 @@ def test_reductions_stay_on_the_device(gpu):
         bool(gpu.ones(2))
 
 
-def test_reductions_of_host_arrays_are_numpys(gpu):
+def test_reductions_of_host_arrays_return_numpy_arrays(gpu):
     assert type(gpu.sum(np.ones(3))) is np.float64
 
 
@@ -105,13 +105,13 @@ def test_functions_replace_tiny_float32_numbers_by_0_and_copies_do_not(gpu):
     assert (gpu.asarray(np.array([1e-310])) * 2.0).get() == 2e-310  # float64
 
 
-def test_running_sums_cancel(gpu):
+def test_running_sums_have_rounding_errors(gpu):
     values = gpu.asarray(np.array([1e8, 1.0], np.float32))
     sums = gpu.add.reduceat(values, gpu.asarray([0, 1]))
     assert sums.get()[1] == 0
 
 
-def test_what_the_stand_in_refuses_though_one_release_of_cupy_may_not():
+def test_arguments_that_only_some_releases_of_cupy_refuse():
     with installed(device_count=2) as cp:
         with pytest.raises(TypeError, match="releases of CuPy differ"):
             cp.ones(2, "float32") * np.float64(2)
@@ -226,7 +226,7 @@ def test_addresses_are_given_only_to_a_library_for_cuda_and_when_the_stream_is_i
 
 
 class _Host:
-    """What mpi4py does to an array: it asks for the address without a wait."""
+    """An array as mpi4py treats it: it asks for the address without a wait."""
 
     def __init__(self, array):
         self._array = array
@@ -238,8 +238,8 @@ class _Host:
         return 1, 0
 
 
-def test_last_bits_depend_on_sizes_and_alignment_if_a_test_says_so():
-    """cuBLAS and CUB take another order of sums; element by element there is none."""
+def test_last_bits_depend_on_sizes_and_alignment_on_request():
+    """cuBLAS and CUB sum in an order of their own; elementwise functions have none."""
     values = np.random.default_rng(0).standard_normal(64)
     with installed() as cp:
 
@@ -307,13 +307,13 @@ def test_races_between_threads_are_found(waits, first):
         assert waits or ("written" if first == "write" else "read") in outcomes[0]
 
 
-def test_of_threads_that_begin_at_once_none_is_overlooked():
+def test_races_of_threads_that_begin_at_once_are_found():
     with installed() as cp:
         a, own = cp.zeros(4), current.stream
         own.synchronize()
 
         class Slow:
-            """A stream of which one asks how far it is while another thread begins to write."""
+            """A stream whose state is read while another thread begins to write."""
 
             thread = None
 
@@ -334,7 +334,7 @@ def test_of_threads_that_begin_at_once_none_is_overlooked():
         assert len(streams) == 2
 
 
-def test_it_leaves_no_trace():
+def test_the_stand_in_is_removed_after_a_test():
     import sys
 
     before = sys.modules.get("cupy")
@@ -343,7 +343,7 @@ def test_it_leaves_no_trace():
     assert sys.modules.get("cupy") is before
 
 
-def test_memory_that_a_peer_still_reads_is_not_let_go():
+def test_freed_memory_that_a_peer_still_reads_is_a_race():
     with installed() as cp:
         a = cp.zeros(4)
         cp.cuda.get_current_stream().synchronize()
@@ -396,7 +396,7 @@ def test_a_kernel_refuses_arguments_that_its_signature_does_not_fit():
 
 
 @needs_compiler
-def test_a_barrier_that_some_threads_never_reach_is_found():
+def test_a_barrier_that_some_threads_do_not_reach_is_an_error():
     text = """
 extern "C" __global__ void stuck(float* x)
 {

@@ -1,4 +1,4 @@
-"""Checks of gradients and backends refuse arguments with which they would check nothing."""
+"""Checks refuse arguments with which they would test nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gradients(check, options, error, message):
         check(**options)
 
 
-def test_what_is_no_layer():
+def test_an_object_that_is_no_layer_is_refused():
     with pytest.raises(TypeError, match="layer must be a Layer, got int"):
         check_layer_gradients(5, X)
 

@@ -127,7 +127,7 @@ def test_gradients_are_this_ranks_part(backend, strategy):
         if strategy == "ddp":
             assert torch.allclose(p.grad, whole.grad, rtol=0, atol=1e-14)
             continue
-        place = p._part.in_parameter
+        place = p._stored.in_parameter
         assert torch.allclose(p.grad, whole.grad.view(-1)[place], rtol=0, atol=1e-14)
     shared = strategy == "ddp" or backend.world_size == 1
     elements = sum(p.numel() for p in alone.parameters())

@@ -94,7 +94,7 @@ def changed_gradients(model: Any, x: Any, y: Any) -> None:
         p.grad = p.grad.mul_(0.5)
         p.grad.data = 3 * p.grad.data
     nn.utils.clip_grad_value_(model.parameters(), 0.05)
-    clip = mst.clip_grad_norm_ if hasattr(p, "_part") else nn.utils.clip_grad_norm_
+    clip = mst.clip_grad_norm_ if hasattr(p, "_stored") else nn.utils.clip_grad_norm_
     clip(model.parameters(), 0.05)
     model[0].bias.grad = None
 

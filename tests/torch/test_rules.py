@@ -44,7 +44,7 @@ def expected(rule: Any, steps: int) -> Any:
             zeros = np.zeros((len(rule.needed_state()), flat.size))
             own = state.setdefault(name, dict(zip(rule.needed_state(), zeros, strict=True)))
             segment = ms.optimizers.Segment(name, 0, flat.size)
-            ranges.append(ms.optimizers.OwnedRange(flat, gradient, own, (segment,)))
+            ranges.append(ms.optimizers.PieceViews(flat, gradient, own, (segment,)))
         rule.update_all(
             ranges,
             ms.optimizers.UpdateContext(step + 1, rule.rate_of_step(step), rule.clip_factor(norm)),

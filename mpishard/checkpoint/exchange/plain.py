@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, DType, copy_into, to_host
+from mpishard.base import Array, Document, DType, Metadata, copy_into, to_host
 from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
@@ -35,11 +34,11 @@ class PlainModelFiles(ICheckpointableModel):
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         """Return name, shape and start of each parameter."""
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return values that are saved besides the parameters, as JSON; {} if all are defaults."""
         return {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Mapping[str, object]) -> None:
         """Refuse `choices` of another model that do not fit this one.
 
         Raises
@@ -54,7 +53,7 @@ class PlainModelFiles(ICheckpointableModel):
                 "saved them"
             )
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         """Apply choices that `check_choices` has accepted; without any, return to the defaults."""
 
     def serialize(self) -> bytes:
@@ -131,21 +130,21 @@ class PlainModelFiles(ICheckpointableModel):
         """Return all parameters, to be overwritten."""
         return self.arrays_to_write()
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return the model's `choices`."""
         choices = self.choices()
         return {"choices": choices} if choices else {}
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices of another model."""
         self.check_choices(choices_in(metadata))
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Apply the choices."""
         self.take_choices(choices_in(metadata))
 
 
-def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def choices_in(metadata: Metadata) -> Document:
     """Return the choices in a checkpoint's metadata.
 
     Raises
@@ -158,14 +157,14 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_bytes(
-    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
+    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, object]
 ) -> bytes:
     """Return a flat vector in host memory as named arrays in safetensors format, with choices."""
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
     return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 
 
-def choices_of(data: bytes) -> dict[str, Any]:
+def choices_of(data: bytes) -> Document:
     """Return the choices in bytes of `named_bytes`, whose arrays `tensors_of` has read."""
     return dict(json.loads(metadata_of(data).get(CHOICES_HEADER, "{}")))
 

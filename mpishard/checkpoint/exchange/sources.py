@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import safetensors
 
-from mpishard.base import Array, CheckpointError, DType, check_path
+from mpishard.base import Array, CheckpointError, Document, DType, Metadata, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER
 from mpishard.checkpoint.format.content import unspelled
 from mpishard.checkpoint.format.manifest import MOST_DIMS, PARAMETERS
@@ -59,7 +59,7 @@ class TensorSource:
     path: Path
     is_checkpoint: bool
     tensors: Mapping[str, Mapping[str, LazyTensor]]
-    metadata: Mapping[str, Any] = field(default_factory=lambda: dict(NOTHING_BESIDE))
+    metadata: Metadata = field(default_factory=lambda: dict(NOTHING_BESIDE))
     frozen: frozenset[str] = frozenset()
 
 
@@ -153,7 +153,7 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
     return TensorSource(file, False, {PARAMETERS: tensors}, metadata)
 
 
-def _is_names(value: Any) -> TypeGuard[list[str]]:
+def _is_names(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
@@ -225,9 +225,9 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
     return LazyTensor(dtype, shape, blocks)
 
 
-def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
+def _json_object(file: Path, what: str, text: str | bytes) -> Document:
     # The JSON reader keeps only the last of two equal names, so that a tensor would be lost.
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def distinct(pairs: list[tuple[str, Any]]) -> Document:
         found = dict(pairs)
         if len(found) < len(pairs):
             counts = Counter(name for name, _ in pairs)

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.base import Array, DType
+from mpishard.base import Array, Document, DType, Metadata
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import UserModel
 from mpishard.sharding import ParameterEntry, Region
 
 _SPELLING = "$float"  # Only key of an object that represents one of the _NUMBERS.
@@ -47,11 +48,11 @@ class CheckpointState(Protocol):
         """Return the pieces to be filled on this rank: writable views, which may overlap."""
         ...
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return other values to restore, such as a step, as JSON. Those of rank 0 are saved."""
         ...
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Finish the restoration, after the arrays of all ranks are filled. May communicate.
 
         Parameters
@@ -84,7 +85,7 @@ class Checkpointable(CheckpointState, Protocol):
         """Return the parameters along the flat vector, in order and without gaps."""
         ...
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Metadata) -> None:
         """Refuse metadata that `restored` could not use, before anything is read.
 
         Raises
@@ -98,12 +99,12 @@ class Checkpointable(CheckpointState, Protocol):
 class CheckpointableOptimizer(Protocol):
     """Optimizer whose state can be saved and restored with its model's parameters."""
 
-    def checkpoint_view(self, model: Any) -> CheckpointState:
+    def checkpoint_view(self, model: UserModel) -> CheckpointState:
         """Return the optimizer's state for the parameters of ``model``."""
         ...
 
 
-def require_checkpointable(model: Any, optimizer: Any = None, training: Any = None) -> None:
+def require_checkpointable(model: UserModel, optimizer: Any = None, training: Any = None) -> None:
     """Refuse arguments that no rank could save or load. Nothing is communicated.
 
     Raises
@@ -160,7 +161,7 @@ TEXT = Kind("a text", lambda v: isinstance(v, str))
 
 _LIST = Kind("a list", lambda v: isinstance(v, list))
 
-Form = Kind | list[Any] | tuple[Any, ...] | dict[str, Any]
+Form = Kind | list[Any] | tuple[Any, ...] | Document
 """Form of a JSON value.
 
 It is a `Kind`; ``[form]``, a list of values of this form; ``(form, form)``, a list of two values;
@@ -208,7 +209,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def as_metadata(given: Any) -> dict[str, Any]:
+def as_metadata(given: Any) -> Document:
     """Return a copy of a user's metadata, whose values are not checked; {} for None.
 
     Raises
@@ -225,7 +226,7 @@ def as_metadata(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(metadata: Metadata) -> Document:
     """Return a copy of metadata as JSON, with NumPy scalars and arrays as numbers and lists.
 
     Infinities and NaN stay floats.

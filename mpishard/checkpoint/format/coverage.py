@@ -11,8 +11,8 @@ from mpishard.base import CheckpointError
 from mpishard.sharding import (
     Box,
     Region,
-    blocks_of,
     box_shape,
+    boxes_of,
     join_dims,
     shared_box,
     whole_box,
@@ -75,11 +75,11 @@ def check_coverage(
         raise CheckpointError(f"{kind}: nothing holds elements {start} to {stop} of {name}")
     times = "twice" if held == 2 else f"{held} times"
     element = Region(name, whole_box(shape), start, start + 1)
-    ((place, _),) = blocks_of(element)
+    ((place, _),) = boxes_of(element)
     holders = [
         file
         for file, region in pieces
-        if any(shared_box(box, place) is not None for box, _ in blocks_of(region))
+        if any(shared_box(box, place) is not None for box, _ in boxes_of(region))
     ]
     raise CheckpointError(
         f"{kind}: elements {start} to {stop} of {name} are held {times}, "
@@ -113,8 +113,8 @@ def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] 
     for corner, sign in zip(itertools.product(*whole), signs, strict=True):
         differences[corner] -= sign
     for region, box in zip(regions, boxes, strict=True):
-        for block, _ in blocks_of(Region(region.name, box, region.start, region.stop)):
-            for corner, sign in zip(itertools.product(*block), signs, strict=True):
+        for part, _ in boxes_of(Region(region.name, box, region.start, region.stop)):
+            for corner, sign in zip(itertools.product(*part), signs, strict=True):
                 differences[corner] += sign
     places = [place for place, difference in differences.items() if difference]
     if not places:

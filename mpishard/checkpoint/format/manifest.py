@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import CheckpointError, DType
+from mpishard.base import CheckpointError, DType, Metadata
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
@@ -99,7 +99,7 @@ class Manifest:
     parameters: tuple[ParameterEntry, ...]
     arrays: Mapping[str, KindRecord]
     files: Mapping[str, FileRecord]
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
     def __post_init__(self) -> None:
         if not 0 < self.sequence < _MOST_BYTES:
@@ -314,7 +314,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _from_document(cls, document: Mapping[str, Any]) -> Manifest:
+    def _from_document(cls, document: Metadata) -> Manifest:
         return cls(
             identity=str(document["identity"]),
             sequence=int(document["sequence"]),
@@ -388,7 +388,7 @@ def write_manifest(
     sequence: int,
     parameters: Sequence[ParameterEntry],
     dtype: DType,
-    metadata: Mapping[str, Any],
+    metadata: Metadata,
     records: Iterable[Mapping[str, Any]],
 ) -> None:
     """Write the manifest of the files that the ranks wrote, and sync it to the disk.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from mpishard.base import Array, CheckpointError, DType, check_name
+from mpishard.base import Array, CheckpointError, Document, DType, check_name
 from mpishard.checkpoint.format import disk
 from mpishard.sharding import Region
 
@@ -104,7 +104,7 @@ class TensorFile:
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         # Arrays with wide elements come first. Each array is then aligned to its element size.
         self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        header: Document = {"__metadata__": dict(metadata)}
         start = 0
         for key, tensor in self._tensors.items():
             try:
@@ -301,7 +301,7 @@ class RankFile:
         if not self.is_empty:
             self._file.write(directory / self.name, check)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Document:
         """Return the record of the written file for the manifest, which JSON can represent."""
         offsets = self._file.offsets
         kinds = {
@@ -335,7 +335,7 @@ def bytes_of(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None) -
     return safetensors.numpy.save(dict(tensors), None if metadata is None else dict(metadata))
 
 
-def tensors_of(data: Any, whose: str = "") -> dict[str, Array]:
+def tensors_of(data: object, whose: str = "") -> dict[str, Array]:
     """Return the arrays in the bytes of ``serialize``. Errors put ``whose`` before that name.
 
     Raises

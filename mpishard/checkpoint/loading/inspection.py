@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mpishard.base import Array, CheckpointError
+from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
 from mpishard.checkpoint.format.tensor_file import FileRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
@@ -41,7 +40,7 @@ class CheckpointReport:
     shapes: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, str]
     files: Mapping[str, int]
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
     def __str__(self) -> str:
         vectors = ", ".join(f"{kind} ({dtype})" for kind, dtype in self.kinds.items())

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, array_namespace, check_path
+from mpishard.base import Array, CheckpointError, DType, Metadata, array_namespace, check_path
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
@@ -20,9 +20,9 @@ from mpishard.sharding import (
     Box,
     ParameterEntry,
     Region,
-    blocks_of,
     box_shape,
     box_within,
+    boxes_of,
     join_dims,
     shared_box,
 )
@@ -31,7 +31,7 @@ _BLOCK = 1 << 22  # Number of elements that are copied at a time.
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class SharedRegion:
     """Common part of a stored region and a requested region.
 
     Parameters
@@ -82,23 +82,23 @@ class Overlap:
             target[first : first + rows] = xp.asarray(source[first : first + rows])
 
 
-def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
+def shared_regions(source: Region, target: Region) -> Iterator[SharedRegion]:
     """Yield the common parts of two regions of one tensor."""
     if source.box == target.box:  # In the most common case both are ranges of the same box.
         low, high = max(source.start, target.start), min(source.stop, target.stop)
         if low < high:
             stored, wanted = ((source.start, source.stop),), ((target.start, target.stop),)
-            yield Overlap(((low, high),), stored, 0, wanted, slice(0, target.length))
+            yield SharedRegion(((low, high),), stored, 0, wanted, slice(0, target.length))
         return
     if shared_box(source.box, target.box) is None:
         return
     source_box, target_box = join_dims([source.box, target.box])
-    blocks = list(blocks_of(Region(target.name, target_box, target.start, target.stop)))
-    for box, part in blocks_of(Region(source.name, source_box, source.start, source.stop)):
-        for other, other_part in blocks:
+    wanted_boxes = list(boxes_of(Region(target.name, target_box, target.start, target.stop)))
+    for box, part in boxes_of(Region(source.name, source_box, source.start, source.stop)):
+        for other, other_part in wanted_boxes:
             shared = shared_box(box, other)
             if shared is not None:
-                yield Overlap(shared, box, part.start, other, other_part)
+                yield SharedRegion(shared, box, part.start, other, other_part)
 
 
 _NAMED = 10  # Maximum number of differences, or names of files, in a message.
@@ -194,15 +194,15 @@ class CheckpointReader:
             If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
-        for overlap, values in self.verified(kind, region):
-            overlap.copy(values, out)
+        for shared, values in self.verified(kind, region):
+            shared.copy(values, out)
 
-    def verified(self, kind: str, region: Region) -> Iterator[tuple[Overlap, Array]]:
+    def verified(self, kind: str, region: Region) -> Iterator[tuple[SharedRegion, Array]]:
         """Compare the checksums of what `read` would copy, and yield it, piece by piece.
 
         Yields
         ------
-        overlap : Overlap
+        shared : SharedRegion
             The common part of a piece and the region.
         values : array
             The values of the piece.
@@ -215,9 +215,9 @@ class CheckpointReader:
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
             # Files of pieces that share nothing with the region stay closed.
-            for overlap in overlaps(piece.region, region):
+            for shared in shared_regions(piece.region, region):
                 file = self._open(piece.file)
-                yield overlap, file.values(piece, record.dtype, overlap.source_span, kind)
+                yield shared, file.values(piece, record.dtype, shared.source_span, kind)
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> Array:
         """Return a new array of a parameter's shape, filled by `read`."""
@@ -376,7 +376,7 @@ class CheckpointReader:
             return True
 
 
-def _of_today(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_today(metadata: Mapping[str, object]) -> Metadata:
     """Return metadata in today's form.
 
     Earlier releases had the state of a PyTorch loop in the user's part.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpishard.base import Array, CheckpointError, check_path
+from mpishard.base import Array, CheckpointError, Document, check_path
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -24,7 +24,7 @@ from mpishard.checkpoint.format.content import (
     states_of,
 )
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
-from mpishard.checkpoint.loading.reader import CheckpointReader, Overlap, find_single
+from mpishard.checkpoint.loading.reader import CheckpointReader, SharedRegion, find_single
 from mpishard.communication import (
     CommunicationBackend,
     agree,
@@ -37,7 +37,7 @@ from mpishard.communication import (
 T = TypeVar("T")
 
 # The common part of a stored and a wanted region, the stored values, and those to be filled.
-_Copy = tuple[Overlap, Array, Array]
+_Copy = tuple[SharedRegion, Array, Array]
 
 _log = logging.getLogger("mpishard")
 
@@ -48,7 +48,7 @@ def load(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-) -> dict[str, Any]:
+) -> Document:
     """Restore a model, and its optimizer if given, from a checkpoint of any world size. Collective.
 
     No rank changes anything before the checkpoint has been verified to fit on every rank.
@@ -90,7 +90,7 @@ def load(
 
 def load_states(
     path: str | os.PathLike[str], model: Checkpointable, states: Mapping[str, CheckpointState]
-) -> dict[str, Any]:
+) -> Document:
     """Restore some of the states of ``model``, as `load` restores all. Collective.
 
     Parameters
@@ -148,19 +148,19 @@ def load_states(
             with _using_metadata(reader, "model"):
                 model.check_metadata(reader.metadata["model"])
         return [
-            (overlap, values, array)
+            (shared, values, array)
             for pieces in wanted.values()
             for kind, given in pieces.items()
             for region, array in given
-            for overlap, values in reader.verified(kind, region)
+            for shared, values in reader.verified(kind, region)
         ]
 
     reader, copies = open_whole(find, backend, verify)
     # From here on only a disk that fails between two reads can leave a model partly loaded.
     with reader:
         with same_outcome(backend):
-            for overlap, values, array in copies:
-                overlap.copy(values, array)
+            for shared, values, array in copies:
+                shared.copy(values, array)
         for name, state in states.items():
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])

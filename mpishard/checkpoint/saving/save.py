@@ -23,7 +23,9 @@ import numpy as np
 from mpishard.base import (
     Array,
     CheckpointError,
+    Document,
     DType,
+    Metadata,
     as_count,
     check_path,
     is_device_array,
@@ -75,7 +77,7 @@ def save(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Save a model, and its optimizer if given. Collective.
 
@@ -112,7 +114,7 @@ def save_async(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
 ) -> PendingSave:
     """Begin a save that copies the arrays now and is written during training. Collective.
@@ -195,7 +197,7 @@ def begin_save(
     optimizer: CheckpointableOptimizer | None = None,
     *,
     training: CheckpointState | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
     states: Mapping[str, CheckpointState] | None = None,
 ) -> PendingSave:
@@ -209,7 +211,7 @@ def begin_save(
     # on all of them.
     def make_content() -> Content:
         arrays: dict[str, Any] = {}
-        document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
+        document: Document = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
         for name, state in (states or states_of(model, optimizer, training)).items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())
@@ -245,7 +247,7 @@ def write_checkpoint(
     parameters: Sequence[ParameterEntry],
     dtype: DType,
     arrays: Pieces,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
 ) -> None:
     """Write the checkpoint ``path``, or leave the earlier one unchanged. Collective.
 
@@ -302,7 +304,7 @@ class Content:
     parameters: Sequence[ParameterEntry]
     dtype: DType
     arrays: Pieces
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
 
 class PendingSave:
@@ -362,10 +364,10 @@ class PendingSave:
         """True if the checkpoint is complete and in its place."""
         self._is_abandoned = threading.Event()
         self._staging = staging
-        room: dict[str, Any] | None = None
+        room: Document | None = None
         is_staged = False
 
-        def prepare() -> tuple[int, dict[str, Any] | None]:
+        def prepare() -> tuple[int, Document | None]:
             nonlocal is_staged, room
             self._content = content = make_content()
             pieces = _on_host(content.arrays, staging)
@@ -617,7 +619,7 @@ def _staged_bytes(arrays: Pieces) -> int:
     )
 
 
-def _make_room(target: Target) -> dict[str, Any]:
+def _make_room(target: Target) -> Document:
     """Make the temporary directory of ``target``, and return its data for every rank, as JSON."""
     parent, full, directory = target.path.parent, "", None
     try:

@@ -11,10 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mpishard
-from mpishard.base import WHEEL, better_kernel, processor_has_unit, settings
+from mpishard.base import WHEEL, Document, better_kernel, processor_has_unit, settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
 from mpishard.cli.probe import Answer, ask, python_command
@@ -189,7 +188,7 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
     return Finding("numpy.kernel", text, value, fix)
 
 
-def _threads(library: dict[str, Any]) -> Finding:
+def _threads(library: Document) -> Finding:
     threads, cores, fix = library["num_threads"], usable_cores(), None
     chosen = settings.blas_thread_variables()
     source = "one for each core; a rank of mpishard run gets its share of the cores"

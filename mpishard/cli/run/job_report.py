@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mpishard.base import settings
+from mpishard.base import Document, settings
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication import RankState, who
@@ -203,7 +202,7 @@ class JobEnd:
             return f"{self._who(first)} {_how(first.exit_code)}"
         return f"the job ended with code {verdict.code}"
 
-    def summary(self, verdict: Verdict) -> dict[str, Any]:
+    def summary(self, verdict: Verdict) -> Document:
         """Return the end of the job and of each rank, for JSON."""
         codes = {process.rank: process.exit_code for process in self.ended}
         ranks = []

@@ -27,7 +27,7 @@ from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_w
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.shared_memory import remove_shared_memory
 from mpishard.cli.wording import counted, say
-from mpishard.communication import PAGE_BYTES, UNSAID, RankState, records_in, who
+from mpishard.communication import PAGE_BYTES, UNPRINTED, RankState, records_in, who
 
 _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
@@ -210,7 +210,7 @@ class Supervisor:
     def _judge(self, launcher_code: int, seconds: float) -> Outcome:
         processes, records = self._processes, records_in(self._folder)
         with suppress(OSError):  # no rank has left any
-            text = (self._folder / UNSAID).read_text(errors="replace")
+            text = (self._folder / UNPRINTED).read_text(errors="replace")
             sys.stderr.write(text)
             sys.stderr.flush()
         remove_shared_memory(records)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import as_count, nearest
-from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel
+from mpishard.contracts import ILayeredModel, ILossFunction, IShardedModel, UserModel
 from mpishard.data import check_dataset
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 from mpishard.models import checked_mesh_options
@@ -74,7 +74,7 @@ class Problem:
         Of `MESH_OPTIONS`.
     """
 
-    model: Any
+    model: UserModel
     x: Any
     y: Any
     loss: ILossFunction | None = None
@@ -194,7 +194,7 @@ def _faults(given: Any, dtype: str | None) -> Iterator[str]:
         yield from _faults_of_options(last)
 
 
-def _faults_of_model(model: Any, dtype: str | None) -> Iterator[str]:
+def _faults_of_model(model: UserModel, dtype: str | None) -> Iterator[str]:
     name = type(model).__name__
     if isinstance(model, IShardedModel):
         text = "return the plain model: verify wraps it"
@@ -216,7 +216,7 @@ def _faults_of_model(model: Any, dtype: str | None) -> Iterator[str]:
         yield f"--precision compares ranks in float32 with float64 alone: {text}"
 
 
-def _faults_of_options(options: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of_options(options: Mapping[str, object]) -> Iterator[str]:
     where = "the dict of factory(seed)"
     for name in options:
         if name in SIZES:

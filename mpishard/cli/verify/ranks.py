@@ -15,6 +15,7 @@ from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import Problem, build_problem, load_factory
 from mpishard.cli.verify.reference import Reference
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import UserModel
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
@@ -139,7 +140,7 @@ def _wrong_copies(model: ShardedModelBase) -> int:
     return wrong
 
 
-def rounding_bounds(model: Any) -> tuple[float, float]:
+def rounding_bounds(model: UserModel) -> tuple[float, float]:
     """Return the relative errors of a gradient, and of all else, that bfloat16 explains.
 
     A value is rounded once in each layer forward and once backward, besides the input, the weight

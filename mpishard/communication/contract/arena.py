@@ -7,7 +7,6 @@ import mmap
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,17 +14,19 @@ from mpishard.base import Array, OutMismatchError, address
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 
-Place = tuple[int, int]
-"""The number of a region of shared memory, and the offset of a byte in it."""
+# A location travels in headers as two integers. A pointer would not do, because every process
+# maps an allocation at an address of its own.
+Location = tuple[int, int]
+"""The number of an allocation of shared memory, and the offset of a byte in it."""
 
-PRIVATE: Place = (-1, -1)
-"""The place of an array that other ranks cannot read."""
+PRIVATE: Location = (-1, -1)
+"""The location of an array that other ranks cannot read."""
 
-Places = tuple[Place, Place]
-"""The places of a rank's array and of its result."""
+Locations = tuple[Location, Location]
+"""The locations of a rank's array and of its result."""
 
-NOWHERE: Places = (PRIVATE, PRIVATE)
-"""The places of an array and a result that other ranks cannot read."""
+NOWHERE: Locations = (PRIVATE, PRIVATE)
+"""The locations of an array and a result that other ranks cannot read."""
 
 
 class Arena:
@@ -63,6 +64,7 @@ class Arena:
 
     def part(self, start: int, length: int) -> Arena:
         """Return an arena of ``length`` elements of each vector, from element ``start`` on."""
+        # Views, so a part needs no memory and no collective of its own.
         vectors = {rank: v[start : start + length] for rank, v in self._vectors.items()}
         return Arena(vectors, self._rank, self._reduce_scatter, self._barrier)
 
@@ -73,7 +75,7 @@ class Arena:
     def reduce_into(self, out: Array, part: slice = slice(None), *, subject: int = 0) -> Work:
         """Sum ``part`` of all ranks' vectors, and write this rank's piece of the sum to ``out``.
 
-        Collective; returns without waiting. ``out`` may be the place of the piece in `mine`.
+        Collective; returns without waiting. ``out`` may be the piece of `mine` itself.
         ``subject`` is compared, as in `CommunicationBackend.all_reduce`.
         """
         return self._reduce_scatter(self.mine[part], out=out, subject=subject)
@@ -86,49 +88,52 @@ class Arena:
         return self._barrier(subject=subject)
 
 
-class Regions:
-    """The shared regions of one backend, with the same numbers on all its ranks.
+class Allocations:
+    """The shared allocations of one backend, with the same numbers on all its ranks.
 
-    A NumPy view refers to the array that owns its memory, so the region of an array can be found
-    from the array alone. A region lives as long as an array in it does.
+    A NumPy view refers to the array that owns its memory, so the allocation of an array can be
+    found from the array alone. It lives as long as an array in it does.
     """
 
     def __init__(self) -> None:
         # Number, owner and start of each, by the id of the owner.
-        self._regions: dict[int, tuple[int, weakref.ref[Any], int]] = {}
-        self._memory: dict[int, weakref.ref[Any]] = {}  # by number
+        self._allocations: dict[int, tuple[int, weakref.ref[Array], int]] = {}
+        self._memory: dict[int, weakref.ref[Array]] = {}  # by number
         self.count = 0
-        """Number of regions so far. It is the same on all ranks; the number still alive is not."""
+        """Number of allocations so far, the same on all ranks; the number still alive is not."""
 
     def add(self, memory: Array) -> None:
-        """Add a region, of shape (bytes,) and dtype uint8. All ranks add them in one order."""
+        """Add an allocation, of shape (bytes,) and dtype uint8. All ranks add them in one order."""
+        # Numbers are never used again: ranks collect garbage at different times, so a reused number
+        # could mean two allocations.
         number, owner = self.count, id(memory)
         self.count += 1
-        self._regions[owner] = number, weakref.ref(memory), address(memory)
+        self._allocations[owner] = number, weakref.ref(memory), address(memory)
         self._memory[number] = weakref.ref(memory)
 
         def forget() -> None:
-            self._regions.pop(owner, None)
+            self._allocations.pop(owner, None)
             self._memory.pop(number, None)
 
-        # At exit no region is looked up any more.
+        # At exit no allocation is looked up any more.
         weakref.finalize(memory, forget).atexit = False
 
-    def locate(self, array: Array) -> Place:
-        """Return the region that contains ``array``, and the array's offset in it in bytes.
+    def locate(self, array: Array) -> Location:
+        """Return the allocation that contains ``array``, and the array's offset in it in bytes.
 
-        Return `PRIVATE` if ``array`` lies in no region.
+        Return `PRIVATE` if ``array`` lies in no allocation.
         """
+        # NumPy collapses chains of views: `base` is the owner, also for a view of a view.
         owner = array.base if isinstance(array.base, np.ndarray) else array
-        found = self._regions.get(id(owner))
+        found = self._allocations.get(id(owner))
         # Python reuses an id when its object is gone, so another array may have it now.
         if found is None or owner is not found[1]():
             return PRIVATE
         return found[0], array.ctypes.data - found[2]
 
-    def view(self, place: Place, like: Array) -> Array:
-        """Return the array at ``place``, with the shape and dtype of ``like``."""
-        number, offset = place
+    def view(self, location: Location, like: Array) -> Array:
+        """Return the array at ``location``, with the shape and dtype of ``like``."""
+        number, offset = location
         memory = self._memory[number]()
         assert memory is not None
         view: Array = memory[offset : offset + like.nbytes].view(like.dtype)
@@ -136,7 +141,7 @@ class Regions:
 
     def shared_arrays(
         self,
-        places: Sequence[Places],
+        locations: Sequence[Locations],
         nodes: Nodes,
         like: Array,
         out_bytes: int,
@@ -149,7 +154,7 @@ class Regions:
 
         Parameters
         ----------
-        places : sequence of Places
+        locations : sequence of Locations
             Of each rank's array and result.
         nodes : Nodes
             The node of each rank.
@@ -165,25 +170,27 @@ class Regions:
         OutMismatchError
             Naming the two ranks.
         """
-        if not nodes.arrays_are_shared(places):
+        # All ranks have the same locations from the headers, so all of them take the same way here.
+        if not nodes.arrays_are_shared(locations):
             return {}
-        numbers = nodes.numbers
-        for rank, (_, (region, start)) in enumerate(places):
-            if region == PRIVATE[0]:
+        for rank, (_, (number, start)) in enumerate(locations):
+            if number == PRIVATE[0]:
                 continue
-            for other, ((theirs, begin), _) in enumerate(places):
+            for other, ((theirs, begin), _) in enumerate(locations):
+                # The test is in bytes and only between ranks of one node, because an allocation has
+                # one copy on each node.
                 distance = start - begin
                 if (
-                    theirs == region
+                    theirs == number
                     and -out_bytes < distance < like.nbytes
                     and distance != offsets[rank]
-                    and numbers[rank] == numbers[other]
+                    and nodes.numbers[rank] == nodes.numbers[other]
                 ):
                     raise OutMismatchError(
                         f"out of rank {rank} overlaps the array of rank {other}, which all ranks "
                         "of the node read: give it memory of its own"
                     )
-        return {rank: self.view(places[rank][0], like) for rank in nodes.peers}
+        return {rank: self.view(locations[rank][0], like) for rank in nodes.peers}
 
 
 def anonymous_memory(nbytes: int) -> Array:
@@ -200,6 +207,7 @@ def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:
     >>> number_nodes(["b", "a", "b"])
     (0, 1, 0)
     """
+    # By first occurrence, so that the numbers do not depend on names such as process ids.
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
 
@@ -264,20 +272,24 @@ class Nodes:
         """Return the subtrees that ``node`` can sum by itself: see `complete_subtrees`."""
         return complete_subtrees(self.ranks(node), len(self.numbers))
 
-    def arrays_are_shared(self, places: Sequence[Places]) -> bool:
-        """Return whether some ranks share a node, and each node's arrays lie in one region."""
+    def arrays_are_shared(self, locations: Sequence[Locations]) -> bool:
+        """Return whether some ranks share a node, and each node's arrays lie in one allocation."""
         if self.count == len(self.numbers):
             return False
-        regions: dict[int, int] = {}  # by node
-        for node, (own, _) in zip(self.numbers, places, strict=True):
-            if own == PRIVATE or regions.setdefault(node, own[0]) != own[0]:
+        # If one rank's array were private, its peers could not read it, so all must use messages
+        # then.
+        allocations: dict[int, int] = {}  # by node
+        for node, (own, _) in zip(self.numbers, locations, strict=True):
+            if own == PRIVATE or allocations.setdefault(node, own[0]) != own[0]:
                 return False
         return True
 
-    def results_are_shared(self, places: Sequence[Places]) -> bool:
+    def results_are_shared(self, locations: Sequence[Locations]) -> bool:
         """Return whether the ranks of each node have one shared array as their result."""
-        arrays: dict[int, Place] = {}  # by node
-        for node, (_, out) in zip(self.numbers, places, strict=True):
+        # One array, and not only one allocation: several ranks would otherwise write different
+        # results.
+        arrays: dict[int, Location] = {}  # by node
+        for node, (_, out) in zip(self.numbers, locations, strict=True):
             if out == PRIVATE or arrays.setdefault(node, out) != out:
                 return False
         return True

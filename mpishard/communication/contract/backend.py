@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -33,11 +33,11 @@ from mpishard.base import (
     set_up_logging,
     settings,
 )
-from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
+from mpishard.communication.contract.arena import PRIVATE, Allocations, Arena, Locations, Nodes
 from mpishard.communication.contract.call import (
     DTYPES,
     Call,
-    Kind,
+    CollectiveKind,
     MessageWait,
     Traffic,
     check_array,
@@ -46,7 +46,7 @@ from mpishard.communication.contract.call import (
     piece_sizes,
     sent_by_all_reduce,
 )
-from mpishard.communication.contract.matching import check_calls, group_label, parting
+from mpishard.communication.contract.matching import check_calls, divergence, group_label
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
     Reductions,
@@ -70,6 +70,7 @@ from mpishard.communication.tracing.recorder import (
     stop_recording,
 )
 
+# A cache line. Vectors of two ranks in one line would make their cores exchange it at each write.
 _LINE_BYTES = 64
 
 
@@ -103,24 +104,29 @@ class CommunicationBackend(ITransport):
 
     _rank_is_process = True  # False if a rank is a thread
     _begins_again = False  # whether the program begins again, in a smaller world, if ranks are lost
-    _heir: Self | None  # the world that replaces this one after ranks were lost
+    _successor: Self | None  # the world that replaces this one after ranks were lost
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._initialized = False
         self._is_root = True  # False if it was split off another world
         self._ended: CommunicationError | None = None  # the error of every later call, if any
-        self._heir = None
+        self._successor = None
         self._sequence = 0
         self._world_ranks: tuple[int, ...] | None = None
         self._topology: Nodes | None = None
+        # In order of issue. Data of collectives share one communicator under MPI, so they take
+        # turns in it.
         self._pending: deque[Work] = deque()
         self._transfers: list[Transfer] = []
         # The receives that wait for a message, by source and tag, oldest first.
         self._receives: dict[tuple[int, int], deque[object]] = {}
+        # Counted here and not by the caller: all ranks begin rounds in one order, whatever object
+        # does.
         self._rounds = 0
         self._reducer = TreeReducer()
-        self._regions = Regions()
+        self._allocations = Allocations()
+        # Replaced in `initialize`; a group gets that of its root world from `split`.
         self._session = Session(rank=0)
         self.traffic = Traffic()
         """Bytes that this rank has sent and read."""
@@ -145,7 +151,7 @@ class CommunicationBackend(ITransport):
         self.recorder: Recorder | None = None
         """The recorder of a trace, until this backend is shut down; None if none is recorded."""
 
-    # ------------------------------------------------------------------------------ who is where
+    # --------------------------------------------------------------------------- ranks and nodes
 
     @property
     def rank(self) -> int:
@@ -224,7 +230,7 @@ class CommunicationBackend(ITransport):
         ValueError
             For an environment variable of the package that has no meaning.
         """
-        if self._heir is not None:
+        if self._successor is not None:
             raise self._not_ready_error()
         if not self._initialized:
             settings.check()
@@ -239,6 +245,7 @@ class CommunicationBackend(ITransport):
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
+            # Last, so that an exception in `_on_initialize` leaves a backend that refuses calls.
             self._initialized = True
             if self._is_root:
                 self.status.end(RankState.RUNNING)
@@ -283,6 +290,7 @@ class CommunicationBackend(ITransport):
         if not self._pending and not self._transfers:
             return
         with self._session:
+            # A copy, because a work that advances may issue another one or be forgotten.
             for pending in (*self._pending, *self._transfers):
                 pending.advance()
             self._forget_done()
@@ -319,6 +327,7 @@ class CommunicationBackend(ITransport):
         units : sequence of str
             The names of its units in messages.
         """
+        # The line is a part of the name: two models of one class on two lines are then told apart.
         frame, _ = user_frame(sys._getframe(1))
         place = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return self._session.subjects.add(self.group, self._sequence, name, place, units)
@@ -383,9 +392,10 @@ class CommunicationBackend(ITransport):
             out = array
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
+        # Counted by the contract before a backend chooses its messages, so that all backends agree.
         sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
         call = Call.describe(
-            Kind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
+            CollectiveKind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
         )
         if self._is_alone_on_gpu(array):
             return self._start(call, self._steps_alone, array, out)
@@ -464,9 +474,10 @@ class CommunicationBackend(ITransport):
             out = array_namespace(array).empty(shape, array.dtype)
         wide = accumulation_dtype(array.dtype)
         check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
+        # A rank keeps its own piece. A slice counts the others' bytes with any trailing dims.
         sends = {"reduce_scatter": array[pieces[self.rank] :].nbytes}
         call = Call.describe(
-            Kind.REDUCE_SCATTER,
+            CollectiveKind.REDUCE_SCATTER,
             array,
             operation=operation,
             counts=pieces,
@@ -519,9 +530,13 @@ class CommunicationBackend(ITransport):
         if out is not None:
             check_array(out, "all_gather", needs_dim=True)
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
+        # The rows of ``out`` can be compared only when all ranks' rows are known: see
+        # `check_calls`.
         rows = -1 if out is None else out.shape[0]
         sends = {"all_gather": array.nbytes * (self.world_size - 1)}
-        call = Call.describe(Kind.ALL_GATHER, array, out_rows=rows, subject=subject, sends=sends)
+        call = Call.describe(
+            CollectiveKind.ALL_GATHER, array, out_rows=rows, subject=subject, sends=sends
+        )
         if self._is_alone_on_gpu(array):
             return self._start(call, self._steps_alone, array, out)
         return self._start(call, self._steps_all_gather, array, out)
@@ -571,7 +586,7 @@ class CommunicationBackend(ITransport):
         if array is not None and self.rank == root:
             sent = array.nbytes * (self.world_size - 1)
         call = Call.describe(
-            Kind.BROADCAST, array, root=root, subject=subject, sends={"broadcast": sent}
+            CollectiveKind.BROADCAST, array, root=root, subject=subject, sends={"broadcast": sent}
         )
         if array is not None and self._is_alone_on_gpu(array):
             return self._start(call, self._steps_alone, array, array)
@@ -638,13 +653,14 @@ class CommunicationBackend(ITransport):
         as_index("root", root, self.world_size)
         strict = as_flag("strict", strict)
         pieces: tuple[int, ...] | None = None
+        # Other ranks may pass anything, as in MPI; what they pass is not looked at.
         sent, sends = None, {"scatter": 0}
         if self.rank == root:
             check_array(array, "scatter", needs_dim=True)
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
             sent, sends = array, {"scatter": array[pieces[root] :].nbytes}
-        call = Call.describe(Kind.SCATTER, sent, root=root, subject=subject, sends=sends)
+        call = Call.describe(CollectiveKind.SCATTER, sent, root=root, subject=subject, sends=sends)
         return self._start(call, self._steps_scatter, sent, pieces, root)
 
     def gather(self, array: Array, root: int = 0, *, subject: int = 0) -> Array | None:
@@ -684,7 +700,7 @@ class CommunicationBackend(ITransport):
         as_index("root", root, self.world_size)
         check_array(array, "gather", needs_dim=True)
         sends = {"gather": 0 if self.rank == root else array.nbytes}
-        call = Call.describe(Kind.GATHER, array, root=root, subject=subject, sends=sends)
+        call = Call.describe(CollectiveKind.GATHER, array, root=root, subject=subject, sends=sends)
         return self._start(call, self._steps_gather, array, root)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
@@ -736,7 +752,8 @@ class CommunicationBackend(ITransport):
                     f"and {part.dtype.name}"
                 )
         sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
-        call = Call.describe(Kind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
+        # The shapes differ between receivers, so only the dtype is compared.
+        call = Call.describe(CollectiveKind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
         return self._start(call, self._steps_all_to_all, parts)
 
     def barrier(self, *, subject: int = 0) -> None:
@@ -745,7 +762,9 @@ class CommunicationBackend(ITransport):
 
     def barrier_async(self, *, subject: int = 0) -> Work:
         """Issue a `barrier`, which is done when every rank has called it."""
-        return self._start(Call.describe(Kind.BARRIER, None, subject=subject), self._steps_barrier)
+        return self._start(
+            Call.describe(CollectiveKind.BARRIER, None, subject=subject), self._steps_barrier
+        )
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
@@ -770,15 +789,21 @@ class CommunicationBackend(ITransport):
         """
         if color is not None and as_integer("color", color) < 0:
             raise ValueError(f"color must be 0 or more, or None; got {color}")
+        # The default keeps the order of this world, as in MPI.
         order = self.rank if key is None else as_integer("key", key)
-        call = Call.describe(Kind.SPLIT, None)
+        call = Call.describe(CollectiveKind.SPLIT, None)
         with self._session as session:
             try:
                 member = self._start(call, self._steps_split, color, order).wait()
                 if member is not None:
+                    # One session for all groups: a wait in one of them advances the collectives of
+                    # all.
                     member._is_root, member._session = False, session
+                    # The same on all members and in no other group, without communication.
                     member.group = f"{self.group}/{call.sequence}.{color}"
                     member.check_collectives = self.check_collectives
+                    # For an error during `initialize`; the ranks in its final label are known only
+                    # after it.
                     member.label = "a new group"
                     member.initialize()
                     if member._world_ranks is None:
@@ -843,10 +868,11 @@ class CommunicationBackend(ITransport):
                 f"{self.describe()} was split off another world: call shrink() of that world, and "
                 "split the new one again"
             )
-        heir = self._shrink()
+        successor = self._shrink()
+        # Also the groups: their communicators contain the lost ranks.
         for world in self._session.worlds():
-            world._retire(heir)
-        return heir
+            world._retire(successor)
+        return successor
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -901,11 +927,11 @@ class CommunicationBackend(ITransport):
                 "numbers of another byte order, or wider than float64, are converted by "
                 ".astype(float)"
             )
-        call = Call.describe(Kind.ALLOCATE_SHARED, wanted)
+        call = Call.describe(CollectiveKind.ALLOCATE_SHARED, wanted)
         memory: Array | None = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
         if memory is None:
             return None
-        self._regions.add(memory)
+        self._allocations.add(memory)
         return memory[: wanted.nbytes].view(wanted.dtype)
 
     def allocate_arena(self, length: int, dtype: DTypeLike) -> Arena | None:
@@ -951,8 +977,8 @@ class CommunicationBackend(ITransport):
         if shared is None:
             return None
         vectors = {
-            rank: shared[place * stride : place * stride + length]
-            for place, rank in enumerate(self.peers)
+            rank: shared[index * stride : index * stride + length]
+            for index, rank in enumerate(self.peers)
         }
         return Arena(vectors, self.rank, self.reduce_scatter_async, self.barrier_async)
 
@@ -1093,6 +1119,7 @@ class CommunicationBackend(ITransport):
         if recorder is not None:
             source, destination = (self.rank, peer) if is_send else (peer, self.rank)
             way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
+            # Group, ends and tag are the same on both ranks, so a trace can join the two ends.
             way |= {"axis": self.axis} if self.axis else {}
             in_flight = InFlight(recorder, "send" if is_send else "receive", way, sent)
         message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
@@ -1140,6 +1167,7 @@ class CommunicationBackend(ITransport):
         notifies the other ranks.
         """
         if self.world_size > 1 and self._session.broken is None:
+            # World numbers, because the user reads messages of several groups side by side.
             me = self.world_ranks[self.rank]
             self._session.broken = CommunicationError(
                 f"rank {me} was cut off by {type(error).__name__} {where}, and the other ranks go "
@@ -1154,12 +1182,12 @@ class CommunicationBackend(ITransport):
         """
         raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
 
-    def _retire(self, heir: Self) -> None:
-        """End this world; ``heir``, the world of the remaining ranks, replaces it."""
+    def _retire(self, successor: Self) -> None:
+        """End this world; ``successor``, the world of the remaining ranks, replaces it."""
         stop_recording(self)
         if self._is_root and self._initialized:
             self.status.end(RankState.LEFT)
-        self._initialized, self._heir = False, heir
+        self._initialized, self._successor = False, successor
         self._pending.clear()
         self._transfers.clear()
 
@@ -1167,13 +1195,13 @@ class CommunicationBackend(ITransport):
     def _newest(self) -> Self:
         """The world that has replaced this one after ranks were lost; itself if none has."""
         newest = self
-        while newest._heir is not None:
-            newest = newest._heir
+        while newest._successor is not None:
+            newest = newest._successor
         return newest
 
     # ----------------------------------------------------------------------------- calls under way
 
-    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: Any) -> Work:
+    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: object) -> Work:
         """Number, record and begin a collective: ``steps`` of ``call`` and ``arguments``."""
         if not self._initialized:
             raise self._not_ready_error()
@@ -1181,6 +1209,7 @@ class CommunicationBackend(ITransport):
             self._require_whole()
             if self._ended is not None:
                 raise self._ended
+            # Not stored before `_admit`: a refused call must leave the numbers of all ranks equal.
             sequence = call.sequence = self._sequence + 1
             call.group = self.label
             self._admit(call)
@@ -1197,7 +1226,7 @@ class CommunicationBackend(ITransport):
         return self.world_size == 1 and is_device_array(array)
 
     def _steps_alone(self, call: Call, array: Array, out: Array | None) -> Steps:
-        """A collective of a world of one on a GPU: one copy at most, for which nobody waits."""
+        """Run a collective of a world of one on a GPU: at most one copy, without a wait."""
         self._verify([call])
         yield from ()  # steps are a generator, of which these wait for nothing
         if out is None:
@@ -1240,27 +1269,27 @@ class CommunicationBackend(ITransport):
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
 
-        def parted(upto: int) -> str:
-            return parting(self._records(), self.label, upto)
+        def diverged(upto: int) -> str:
+            return divergence(self._records(), self.label, upto)
 
-        check_calls(calls, self.world_ranks, self.label, parted, self._session.subjects.text)
+        check_calls(calls, self.world_ranks, self.label, diverged, self._session.subjects.text)
 
-    def _places(self, array: Array, out: Array | None) -> Places:
-        """Return the places of ``array`` and its result in memory that the node's ranks share."""
-        own = self._regions.locate(array)
+    def _locations(self, array: Array, out: Array | None) -> Locations:
+        """Return the locations of ``array`` and its result in memory that a node shares."""
+        own = self._allocations.locate(array)
         if out is None or out is array:
             return own, PRIVATE if out is None else own
-        return own, self._regions.locate(out)
+        return own, self._allocations.locate(out)
 
     def _ready(self) -> None:
         if not self._initialized:
             raise self._not_ready_error()
 
     def _not_ready_error(self) -> CommunicationError:
-        if self._heir is not None:
+        if self._successor is not None:
             return NotInitializedError(
                 f"{self.describe()} has lost ranks and has ended: go on with the backend of "
-                f"{self._heir.world_size} that shrink() returned, and with groups, models and "
+                f"{self._successor.world_size} that shrink() returned, and with groups, models and "
                 "optimizers that are made on it"
             )
         return NotInitializedError(

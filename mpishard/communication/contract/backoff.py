@@ -1,4 +1,4 @@
-"""The backoff of an MPI rank that waits: it spins, yields, dozes, and now and then looks round."""
+"""The backoff of an MPI rank that waits: it spins, yields, dozes, and checks its peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READ_EVERY = 0.5
 _SPINS = 300
 """Polls without a pause: about 0.2 ms, in which most peers arrive if they run at the same time."""
 
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 # Seconds of a wait after which a rank dozes. With more ranks than cores it is soon, because the
 # others need the core to arrive.
 _CROWDED_DOZE_AFTER = 0.002
@@ -30,6 +30,7 @@ _SUSPENDED_SECONDS = 2 * READ_EVERY
 
 def yield_processor() -> None:
     """Offer this core to another process that is ready to run."""
+    # Not on Windows, where a sleep of 0 gives up the turn.
     if hasattr(os, "sched_yield"):
         os.sched_yield()
     else:
@@ -63,6 +64,7 @@ class RunningClock:
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
         self._read = read
+        # The watchdog and the thread that waits may read at once, and a gap must count once only.
         self._lock = threading.Lock()
         self._last = read()
         self._suspended = 0.0
@@ -72,6 +74,8 @@ class RunningClock:
         with self._lock:
             present = self._read()
             gap, self._last = present - self._last, present
+            # Twice the period, because a reading may come late by nearly a period on a busy
+            # machine.
             if gap > _SUSPENDED_SECONDS:
                 self._suspended += gap - READ_EVERY
             return present - self._suspended
@@ -90,7 +94,7 @@ class Backoff:
     ----------
     crowded : bool
         Whether the node has more ranks than cores.
-    look : callable
+    check : callable
         Called about 20 times a second. It may raise, and so end the wait. It need not check the
         time limit, which the watchdog does.
     dozes : bool
@@ -102,31 +106,34 @@ class Backoff:
         Whether each pause is a short sleep.
     """
 
-    __slots__ = ("_crowded", "_look", "_looked", "_polls", "_start", "dozes")
+    __slots__ = ("_check", "_checked", "_crowded", "_polls", "_start", "dozes")
 
-    def __init__(self, crowded: bool, look: Callable[[], None], *, dozes: bool = False) -> None:
+    def __init__(self, crowded: bool, check: Callable[[], None], *, dozes: bool = False) -> None:
         self._crowded = crowded
-        self._look = look
+        self._check = check
         self._polls = 0
         self._start = 0.0
-        self._looked = 0.0
+        self._checked = 0.0
         self.dozes = dozes
 
     def pause(self) -> None:
         """Pause for a short time. Call it after each poll that found nothing."""
         self._polls += 1
+        # No clock is read in these polls, in which most waits end.
         if self._polls <= _SPINS and not self._crowded:
             return
         before = time.monotonic()
+        # Begun here and not in the constructor: short waits never come to this line.
         if not self._start:
-            self._start = self._looked = before
+            self._start = self._checked = before
         if self.dozes:
             time.sleep(_DOZE_SECONDS)
         else:
             yield_processor()
         now = time.monotonic()
+        # Dozing adds up to 0.1 ms to a wait, which is little after milliseconds and much before.
         is_long = now - self._start > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
         self.dozes |= is_long or now - before > LONG_POLL
-        if now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            self._look()
+        if now - self._checked > _CHECK_SECONDS:
+            self._checked = now
+            self._check()

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +32,9 @@ from mpishard.base import (
     settings,
 )
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
+
+if TYPE_CHECKING:
+    from mpishard.communication.contract.arena import Nodes
 
 DTYPES: tuple[DType, ...] = tuple(
     np.dtype(t)
@@ -55,6 +58,7 @@ DTYPES: tuple[DType, ...] = tuple(
 )
 """The dtypes that can be sent. A header has the index of the dtype in this tuple."""
 
+# A dict: a search through the tuple would compare dtypes one by one in each call.
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _DIMS = settings.MAXIMUM_DIMS
 # Kind, operation, dtype, number of dims, root, hash of counts, rows of out, subject, and the dims.
@@ -71,7 +75,8 @@ GROUP_BYTES = 64
 """Bytes of a group's label that a status page keeps."""
 
 
-class Kind(IntEnum):
+# The numbers travel in headers and stand in status pages: add at the end, and change none.
+class CollectiveKind(IntEnum):
     """The collectives."""
 
     ALL_REDUCE = 1
@@ -100,7 +105,7 @@ class Call:
     """
 
     sequence: int
-    kind: Kind
+    kind: CollectiveKind
     operation: ReductionOperation | None
     dtype: DType | None
     shape: tuple[int, ...] | None
@@ -121,6 +126,7 @@ class Call:
     """Time at which it was written to the rank's status page, in seconds since the epoch."""
     description: bytes = field(default=b"", compare=False, repr=False)
     """The fields that ranks compare, except the sequence number, as bytes."""
+    # Kept although they follow from shape and dtype: each collective asks for them several times.
     size: int = field(default=0, compare=False, repr=False)
     """Number of elements of the array that was passed."""
     nbytes: int = field(default=0, compare=False, repr=False)
@@ -131,7 +137,7 @@ class Call:
     @classmethod
     def describe(
         cls,
-        kind: Kind,
+        kind: CollectiveKind,
         array: Array | None,
         *,
         operation: ReductionOperation | None = None,
@@ -139,6 +145,7 @@ class Call:
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
         subject: int = 0,
+        # Never changed: a caller that counts anew replaces the mapping, as `Traffic` does.
         sends: Mapping[str, int] = {},
         sequence: int = 0,
     ) -> Call:
@@ -231,6 +238,7 @@ class Call:
 
     def to_bytes(self) -> bytes:
         """Return the call and its line as bytes, for a backend that sends them in one message."""
+        # The path is last, because it alone may contain a line break.
         place = f"{self.line}\n{self.method}\n{self.filename}"
         header = self.sequence.to_bytes(8, sys.byteorder) + self.description
         return header + place.encode(errors=_OF_PATHS)
@@ -257,7 +265,7 @@ class Call:
         nbytes = 0 if known is None else size * known.itemsize
         return cls(
             sequence,
-            Kind(kind),
+            CollectiveKind(kind),
             reduction,
             known,
             shape,
@@ -348,7 +356,7 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    def share_reduce(self, call: Call, nodes: Any, sizes: Sequence[int], dtype: DType) -> None:
+    def share_reduce(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a reduction of arrays that each node's ranks share.
 
         ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
@@ -358,12 +366,13 @@ class Traffic:
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))
             sent = sum(sizes[rank] for rank in nodes.clients) * sums
+        # Partial sums of 16-bit data travel in float32, so they count with 4 bytes.
         sent *= accumulation_dtype(dtype).itemsize
         call.sends = {**call.sends, "reduce_scatter": sent}
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def share_gather(self, call: Call, nodes: Any, sizes: Sequence[int], dtype: DType) -> None:
+    def share_gather(self, call: Call, nodes: Nodes, sizes: Sequence[int], dtype: DType) -> None:
         """Count ``call`` as a gather of pieces of ``sizes`` elements, once to each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
@@ -372,13 +381,14 @@ class Traffic:
 @functools.lru_cache(maxsize=4096)  # each training step uses the same sizes
 def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> Mapping[str, int]:
     """Return the bytes that ``rank`` sends for an all_reduce of ``size`` elements."""
+    # As a reduce_scatter and an all_gather of even pieces, whatever the backend sends.
     own = even_sizes(size, world_size)[rank]
     gathered = own * itemsize * (world_size - 1)
     return {"reduce_scatter": (size - own) * itemsize, "all_gather": gathered}
 
 
 def check_array(
-    array: Any, name: str, *, needs_dim: bool = False, is_written: bool = False
+    array: Array | None, name: str, *, needs_dim: bool = False, is_written: bool = False
 ) -> None:
     """Refuse an array that cannot be sent or, with ``needs_dim``, cannot be cut along dim 0.
 
@@ -399,6 +409,7 @@ def check_array(
         known = ", ".join(dtype.name for dtype in DTYPES)
         raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")
     flags = array.flags
+    # Refused and not copied: a result written to the copy would be lost without a word.
     if not flags.c_contiguous:
         raise ValueError(
             f"{name} needs a C-contiguous array, got shape {array.shape} with strides "

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpishard.base import CollectiveMismatchError, OutMismatchError
-from mpishard.communication.contract.call import GROUP_BYTES, Call, Kind, of_group
+from mpishard.communication.contract.call import GROUP_BYTES, Call, CollectiveKind, of_group
 from mpishard.communication.contract.status import RankRecord
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def check_calls(
     calls: Sequence[Call],
     ranks: Sequence[int] | None = None,
     group: str = "",
-    parting: Callable[[int], str] = lambda sequence: "",
+    divergence: Callable[[int], str] = lambda sequence: "",
     subject_text: Callable[[int], str] = "subject {}".format,
 ) -> None:
     """Refuse calls, one per rank in rank order, that do not belong together.
@@ -43,8 +43,9 @@ def check_calls(
         The numbers of these ranks in the root world, for messages. Default: 0, 1, ..
     group : str
         The label of this world in messages; empty for a root world.
-    parting : callable
-        Takes a collective's number; says where, up to it, the ranks went different ways, if known.
+    divergence : callable
+        Takes the number of a collective; returns a sentence on the first divergence of the ranks up
+        to it, which is empty if there is none.
     subject_text : callable
         Takes `Call.subject`; returns the name of the model and the unit.
 
@@ -67,7 +68,7 @@ def check_calls(
     by_rank = dict(zip(numbers, calls, strict=True))
     what = "" if are_same else _difference(calls, subject_text)[0]
     if what:
-        sentences = [parting(first.sequence), differing_calls(by_rank, subject_text)]
+        sentences = [divergence(first.sequence), differing_calls(by_rank, subject_text)]
         if what == "kind or order" and not sentences[0]:
             sentences[0] = differing_methods(by_rank)
         if what == _SUBJECT:
@@ -77,9 +78,10 @@ def check_calls(
             f"the ranks' collectives{of_group(group)} do not match in {what}; no data was mixed"
             f"{more}:\n{_listed(by_rank, subject_text)}"
         )
-    if first.kind is Kind.ALL_GATHER:
+    if first.kind is CollectiveKind.ALL_GATHER:
         # Ranks may send different numbers of rows, so no rank could check its ``out`` alone.
         rows = [call.shape[0] for call in calls if call.shape]
+        # The first rank in order, so that all ranks raise the same message.
         for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
                 raise OutMismatchError(
@@ -109,6 +111,7 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
         return ""
     before = seen or Counter()
     # The method is empty for a rank that called the collective itself, which comes last.
+    # The rarer call is the likelier mistake: functions of a training step were seen often before.
     methods = sorted(by_method, key=lambda m: (not m, len(by_method[m]), before[m]))
     called = []
     for method in methods:
@@ -118,11 +121,11 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
     return f"{methods[0]} is collective: {', '.join(called)}"
 
 
-def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
+def divergence(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
     """Name the first collective that ranks of ``group`` called in different functions, if any.
 
-    Collectives of one kind and shape match whatever their purpose. So ranks that have parted may go
-    on for a while before a mismatch is found.
+    Collectives of one kind and shape match whatever their purpose. So ranks that have diverged
+    may go on for a while before a mismatch is found.
 
     Parameters
     ----------
@@ -140,13 +143,14 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     }
     if len(histories) < 2:
         return ""
+    # A call log has the last 256 collectives, and ranks may be at different ones.
     common = set.intersection(*map(set, histories.values()))
     for sequence in sorted(s for s in common if upto is None or s <= upto):
         at_once = {rank: calls[sequence] for rank, calls in histories.items()}
         if len({call.method for call in at_once.values()}) > 1:
             seen = Counter(call.method for calls in histories.values() for call in calls.values())
             sentence = differing_methods(at_once, seen)
-            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
+            return f"the ranks diverged at collective {sequence}{of_group(group)}: {sentence}"
     return ""
 
 
@@ -178,6 +182,7 @@ def _listed(calls: Mapping[int, Call], subject_text: Callable[[int], str]) -> st
 
     If the ranks' calls belong to different models or units, the lines name these.
     """
+    # Left out if they agree, because a line for each rank is long enough without it.
     subjects_differ = len({call.subject for call in calls.values()}) > 1
 
     def text(rank: int) -> str:
@@ -187,7 +192,7 @@ def _listed(calls: Mapping[int, Call], subject_text: Callable[[int], str]) -> st
         return f"collective {call.sequence}, {what}" + f" at {call.place}" * bool(call.filename)
 
     alike = grouped(calls, lambda rank: (text(rank), rank if len(calls) <= ONE_EACH else -1))
-    lines = [f"  {who(ranks)}: {said}" for (said, _), ranks in alike.items()]
+    lines = [f"  {who(ranks)}: {text}" for (text, _), ranks in alike.items()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"  and {len(lines) - MOST_LINES} more"]
     return "\n".join(lines)
@@ -205,16 +210,23 @@ def _difference(calls: Sequence[Call], subject_text: Callable[[int], str]) -> tu
     # Before shapes, which differ only because the models do.
     if len({c.subject for c in calls}) > 1:
         return _SUBJECT, [subject_text(c.subject) or "no model" for c in calls]
-    alike: dict[str, list[Any]] = {"operation": [c.operation for c in calls]}
-    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
+    alike: dict[str, Sequence[object]] = {"operation": [c.operation for c in calls]}
+    if kind in (
+        CollectiveKind.ALL_REDUCE,
+        CollectiveKind.REDUCE_SCATTER,
+        CollectiveKind.ALLOCATE_SHARED,
+    ):
         alike["shape"] = [c.shape for c in calls]
         alike["counts"] = [c.counts_hash for c in calls]
-    if kind not in (Kind.BROADCAST, Kind.SCATTER):  # in these a rank may pass no array
+    if kind not in (
+        CollectiveKind.BROADCAST,
+        CollectiveKind.SCATTER,
+    ):  # in these a rank may pass no array
         alike["dtype"] = [c.dtype for c in calls]
-    if kind in (Kind.ALL_GATHER, Kind.GATHER):
+    if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER):
         alike["trailing dims"] = [(c.shape or ())[1:] for c in calls]
     alike["root"] = [c.root for c in calls]
-    if kind is Kind.BROADCAST:
+    if kind is CollectiveKind.BROADCAST:
         # Ranks that pass no array receive a new one of the shape that is sent.
         sent = calls[calls[0].root]
         arrays = [(sent if c.shape is None else c).array_text for c in calls]
@@ -283,6 +295,7 @@ def group_label(name: str, path: str, world_ranks: Sequence[int]) -> str:
     """
     words = f"{name} group {path}".strip()
     label = f"{words} ({who(world_ranks)})"
+    # A status page has room for this many bytes of it, and readers parse the label.
     if len(label) > GROUP_BYTES:
         label = f"{words} ({len(world_ranks)} ranks, {min(world_ranks)} to {max(world_ranks)})"
     return label

@@ -13,7 +13,8 @@ import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 
 import numpy as np
 
@@ -83,6 +84,7 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 @functools.cache
 def accumulation_dtype(dtype: DType) -> DType:
     """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
+    # The kind of ml_dtypes' bfloat16 is "V", as of any dtype that NumPy does not know.
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
 
@@ -125,9 +127,10 @@ def _divide(sums: Array, divisor: int, out: Array) -> None:
 
 
 @functools.cache
-def _combiner(xp: Any, operation: ReductionOperation, dtype: DType) -> Callable[..., Any]:
+def _combiner(xp: ModuleType, operation: ReductionOperation, dtype: DType) -> Callable[..., object]:
     """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
-    ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
+    # NumPy's and CuPy's functions have the same names, so one look-up serves both.
+    ufunc: Callable[..., Array] = getattr(xp, _UFUNCS[operation])
     if xp is not np and dtype == np.float32:
         kernel = _KERNELS[_UFUNCS[operation]]
 
@@ -179,7 +182,8 @@ class TreeReducer:
     """
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[Any, ...], list[Array]] = {}
+        # By module and dtype. New arrays for each chunk would fault in their pages each time.
+        self._scratch: dict[tuple[str, str], list[Array]] = {}
         # NumPy warns of no overflow in this context. To enter it is faster than np.errstate.
         self._quiet = contextvars.Context()
         self._quiet.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
@@ -200,6 +204,7 @@ class TreeReducer:
         ``out`` may be one of the contributions or overlap them.
         """
         count = len(contributions)
+        # The commonest case, two ranks: one pass over the data, without scratch or chunks.
         if count == 2 and operation is not _AVERAGE and out.size:
             left, right = contributions
             dtype = out.dtype
@@ -241,7 +246,7 @@ class TreeReducer:
         subtrees: Mapping[Subtree, Array],
         narrow: Sequence[Subtree],
         count: int,
-        combine: Callable[..., Any],
+        combine: Callable[..., object],
         divisor: int,
         out: Array,
         *,
@@ -249,6 +254,7 @@ class TreeReducer:
     ) -> None:
         """Combine chunk by chunk; ``narrow`` subtrees are widened, ``direct`` writes ``out``."""
         xp, length = array_namespace(out), int(out.size)
+        # In chunks that stay in the cache through all log2(count) rounds.
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
         dtype = accumulation_dtype(out.dtype)
@@ -273,7 +279,7 @@ class TreeReducer:
             if result is not target or not direct:
                 out[start:stop] = result
 
-    def _buffers(self, xp: Any, dtype: DType, length: int, count: int) -> list[Array]:
+    def _buffers(self, xp: ModuleType, dtype: DType, length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < length:
@@ -290,7 +296,7 @@ def _tree(
     count: int,
     target: Array,
     scratch: Sequence[Array],
-    combine: Callable[..., Any],
+    combine: Callable[..., object],
 ) -> Array:
     """Combine slots ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 
@@ -300,6 +306,7 @@ def _tree(
     known = leaves.get((first, level))
     if known is not None:
         return known
+    # The left subtree first, into ``target`` itself: the right one then needs only lower buffers.
     left = _tree(leaves, first, level - 1, count, target, scratch, combine)
     middle = first + (1 << (level - 1))
     if middle >= count:

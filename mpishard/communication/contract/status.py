@@ -29,12 +29,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpishard.base import settings
 from mpishard.communication.contract.call import GROUP_BYTES, HEADER_BYTES, Call, MessageWait
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 _MAGIC = b"mpishard"
 _FORMAT = 5
@@ -97,7 +97,7 @@ class RankRecord:
     rank : int
         Its number in the root world.
     state : RankState, optional
-        None if the rank has not come to ``init``, or if ``is_known`` is False.
+        None if the rank has not called ``init``, or if ``is_known`` is False.
     is_known : bool
         Whether its page can be read from here.
     is_alive : bool
@@ -195,6 +195,8 @@ class StatusPage:
         self.awaited: Call | MessageWait | None = None
         """The collective or message for which the rank waits now."""
         self._memory = mmap.mmap(-1, PAGE_BYTES)
+        # By code object, instruction, called function and group: a loop makes the same calls many
+        # times.
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
         self._calls_read: tuple[Call, ...] = ()
         _IDENTITY.pack_into(
@@ -287,6 +289,7 @@ class StatusPage:
     def wait(self, awaited: Call | MessageWait) -> None:
         """Record the call or message for which the rank waits. Short waits need no record."""
         self.awaited = awaited
+        # A message has no row in the call log, so its facts stand in the page itself.
         if isinstance(awaited, MessageWait):
             group = _tail(awaited.group, GROUP_BYTES)
             what = -1, awaited.peer, awaited.tag, awaited.is_send, group
@@ -297,6 +300,7 @@ class StatusPage:
     def go_on(self) -> None:
         """Record that the wait is over."""
         self.awaited = None
+        # Only the number: a reader that finds 0 does not look at the other fields.
         _NUMBER.pack_into(self._memory, _WAITS, 0)
 
     def end(self, state: RankState, code: int = 0) -> None:
@@ -305,6 +309,7 @@ class StatusPage:
         ``code`` is the exit code of the job, if ``state`` is ``REPORTED``. It is 0 if the rank
         reported that another process is gone, whose code it does not know.
         """
+        # The code before the state: a reader that sees the state also finds its code.
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 
@@ -368,7 +373,9 @@ class StatusReader:
         except (OSError, AttributeError) as error:  # no memfd_create on this system
             self._path = str(error)
 
-    def share(self, exchange: Callable[[Any], Sequence[Any]], ranks: Sequence[int]) -> None:
+    def share(
+        self, exchange: Callable[[Path | str], Sequence[Path | str]], ranks: Sequence[int]
+    ) -> None:
         """Open the pages of this node's other ranks. Collective.
 
         Parameters
@@ -378,6 +385,7 @@ class StatusReader:
         ranks : sequence of int
             The world rank of each rank of this node.
         """
+        # All ranks exchange, also those of other nodes, because the exchange is collective.
         self._paths = exchange(self._path)
         failed = [(r, path) for r, path in enumerate(self._paths) if isinstance(path, str)]
         if failed and self.page.rank == 0:
@@ -391,6 +399,7 @@ class StatusReader:
             # A container may have process ids of its own: /proc/PID is then another process.
             with contextlib.suppress(OSError, ValueError):
                 self._pages[rank] = _open(here[rank], rank)
+        # A process that looks dead already is of another container, whose processes cannot be seen.
         seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
         self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
 
@@ -421,7 +430,7 @@ class StatusReader:
                 elif isinstance(path, Path) and path.parent == self._folder:
                     found[rank] = _read(_open(path, rank))
         found[self.page.rank] = self.page.read()
-        # A rank without a page in the job's folder has not come to init.
+        # A rank without a page in the job's folder has not called init.
         is_known = self._folder is not None and not self._paths
         return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
 
@@ -434,6 +443,8 @@ class StatusReader:
         left = RankState.LEFT
         watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
         self._ring_turn += 1
+        # Two and not all: on a node of many ranks each would otherwise read all pages every half
+        # second.
         two = [*watched[:1], *watched[self._ring_turn % max(1, len(watched)) :][:1]]
         return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
 
@@ -485,6 +496,7 @@ def pages_beside(file: Path) -> list[Path]:
     parents = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process is another user's, or has ended
+            # The name of the process, in parentheses, may contain spaces and parentheses itself.
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             for path in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):  # the file was closed meanwhile
@@ -565,8 +577,10 @@ def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
     if number < 0:
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
     saves, *ranks = _SAVES.unpack_from(page, _SAVES_AT)
+    # A process id means nothing on another host, so its process counts as running.
     is_here = _text(host) == socket.gethostname()
     letter, began = _process(pid) if is_here else (b"R", start)
+    # The start time, because the system may have given the process id to another process.
     is_alive = began == start and letter not in (b"Z", b"X")
     return RankRecord(
         rank,
@@ -596,6 +610,7 @@ def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:
     Those in ``known`` were read before, and are not read again.
     """
     count = _number(page, _COUNT)
+    # Older ones have been overwritten in the page.
     kept = [call for call in known if call.number > count - _ROWS]
     first = kept[-1].number if kept else max(0, count - _ROWS)
     found = (_call_at(page, index) for index in range(first, count))
@@ -604,6 +619,7 @@ def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:
 
 def _call_at(page: mmap.mmap, index: int) -> Call | None:
     start = _FIRST_ROW + index % _ROWS * _ROW.size
+    # Copied in one piece, so that the owner has little time to write in between.
     row = page[start : start + _ROW.size]
     _, _, seconds, place, number = _ROW.unpack(row)
     # The number, last in a row, is read again after the row: the owner may be overwriting it.
@@ -652,7 +668,7 @@ def _process(pid: int) -> tuple[bytes, int]:
     return fields[0], int(fields[19])
 
 
-def look_behind(framework: str) -> None:
+def skip_frames_of(framework: str) -> None:
     """Report the user's line, and not the framework's, for calls that a framework makes.
 
     Parameters
@@ -700,6 +716,7 @@ def _method(frame: FrameType) -> str:
     if code in _called_as:
         return _called_as[code]
     name = code.co_qualname.partition(".<")[0]
+    # Asked first, because `f_locals` makes a dict of all local variables.
     owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
     module = str(frame.f_globals.get("__name__", "")).split(".")
     if isinstance(getattr(owner, "status", None), StatusPage) or "testing" in module[:2]:

@@ -6,6 +6,8 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
+# A header has 31 bits for both. 4095 units are more than most models have, and 2**19 numbers make
+# it unlikely that two models get the same one.
 _UNIT_BITS = 12
 _MODEL_BITS = 31 - _UNIT_BITS
 _NAMES_KEPT = 4096
@@ -52,12 +54,16 @@ class Subjects:
         before, count = self._last.get(group, (-1, 0))
         count = count + 1 if before == sequence else 0
         self._last[group] = sequence, count
+        # Of what all ranks of the world know alike. Python's own hash of strings differs by
+        # process.
         mark = zlib.crc32(f"{group} {sequence} {count}".encode())
         number = (mark % ((1 << _MODEL_BITS) - 1) + 1) << _UNIT_BITS
         self._same[name, place] += 1
         if self._same[name, place] > 1:  # for instance in a loop
             name += f" number {self._same[name, place]}"
         self._names[number] = f"{name} (made at {place})" if place else name, units
+        # A program that makes models in a loop must not grow; the oldest name is lost in messages
+        # only.
         if len(self._names) > _NAMES_KEPT:
             del self._names[next(iter(self._names))]
         return number

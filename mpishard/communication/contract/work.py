@@ -12,13 +12,16 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mpishard.base import Array, CommunicationError, DType, MpishardError
 from mpishard.communication.contract.call import Call, MessageWait, Traffic
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.subject import Subjects
 from mpishard.communication.tracing.recorder import InFlight
+
+if TYPE_CHECKING:
+    from mpishard.communication.contract.backend import CommunicationBackend
 
 
 class Waitable(ABC):
@@ -67,7 +70,8 @@ class Session:
         # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
         self._lock = threading.RLock()
         self._thread = 0  # the identity of the thread that communicated last, for the error
-        self._worlds: list[weakref.ref[Any]] = []
+        # Weak, so that a group ends when the user drops it.
+        self._worlds: list[weakref.ref[CommunicationBackend]] = []
 
     def __enter__(self) -> Self:
         # A second thread is refused and does not wait, because two threads of a rank would issue
@@ -86,12 +90,13 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def join(self, world: Any) -> None:
+    def join(self, world: CommunicationBackend) -> None:
         """Register ``world``, the root world or one that was split off it, by a weak reference."""
+        # Once only, because a world that begins again joins again.
         self._worlds = [known for known in self._worlds if known() not in (None, world)]
         self._worlds.append(weakref.ref(world))
 
-    def worlds(self) -> list[Any]:
+    def worlds(self) -> list[CommunicationBackend]:
         """Return the worlds of the rank that are still referenced."""
         return [world for known in self._worlds if (world := known()) is not None]
 
@@ -149,9 +154,12 @@ class Work:
             try:
                 if self.waitable is not None and not self.waitable.test():
                     return False
+                # Also before the first test: steps that need no other rank end without any wait.
                 self.waitable = next(self._steps)
             except StopIteration as stop:
                 self.done, self._result, self.waitable = True, stop.value, None
+                # Counted at the end and not at the issue, because a call that is refused sends no
+                # data.
                 if self.awaited.sends:
                     self._driver.traffic.add(self.awaited.sends)
                 if self._in_flight is not None:
@@ -301,13 +309,13 @@ class ITransport(ABC):
     def _break(self, where: str, error: BaseException) -> None:
         """End this world because ``error`` interrupted a collective of this rank, at ``where``."""
 
-    def _tell_of_break(self) -> None:
+    def _notify_of_break(self) -> None:
         """Notify the other ranks, if `_break` has not, that the script caught the exception."""
 
     def _require_whole(self) -> None:
         """Raise if a call was cut off: its rank is out of step, so nothing more can complete."""
         if self._session.broken is not None:
-            self._tell_of_break()
+            self._notify_of_break()
             raise self._session.broken
 
     def _admit(self, call: Call) -> None:
@@ -369,6 +377,7 @@ class ITransport(ABC):
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         """Return zeroed bytes that this rank's node shares; here None, as if no node shared any."""
+        # As collective as the real one, so that code which allocates stays in step on all ranks.
         yield from self._steps_barrier(call)
         return None
 

@@ -35,7 +35,7 @@ _CALLS = 3
 _CALLS_DESCRIBED = 10
 STDOUT, STDERR = 1, 2
 """The descriptors of stdout and stderr, also if the script has replaced ``sys.stderr``."""
-UNSAID = "unsaid"
+UNPRINTED = "unprinted"
 """File in a job's folder with the text that ranks without stderr would have printed."""
 _BROKEN = (OSError, ValueError, AttributeError)
 """The errors of a stream that is broken, closed, or a user's object with few methods."""
@@ -81,7 +81,7 @@ COLLECTIVE_LIMIT = TimeLimit("MPISHARD_TIMEOUT", settings.mpi_timeout)
 EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end=True)
 
 
-class Ending:
+class Termination:
     """The end of the whole job by one of its processes, and the reports on it.
 
     Parameters
@@ -136,6 +136,7 @@ class Ending:
         if calls:
             report += f"\n--- last collectives of rank {self.rank} ---"
         report += "".join(f"\n  {c.number}: {c.text}" for c in calls)
+        # The lost rank has reported, so that a second report would only repeat its consequence.
         is_echo = alone and isinstance(error, PeerError)
         self.end(report, settings.EXIT_FAILURE, is_own=not is_echo, is_alone=alone)
 
@@ -151,6 +152,7 @@ class Ending:
         A launcher also sends SIGTERM, and soon after SIGKILL, if another rank has failed. That rank
         has reported the reason, so this one waits first.
         """
+        # If SIGKILL comes meanwhile nothing is missing: the rank that failed has reported.
         time.sleep(_LAUNCHER_SECONDS)
         text = f"mpishard: {self.name} was sent SIGTERM {where}; the job ends"
         self.end(text, settings.EXIT_TERMINATED)
@@ -180,16 +182,19 @@ class Ending:
         if limit.is_at_end:
             if any(r.has_left and r.rank < (self.rank or 0) for r in records):
                 return  # the first of the ranks that wait at their end reports for all
+        # One rank of all, because each would print the same table.
         elif not records or longest_waiting(records) == self.rank:
             stall = self.describe_stall()
-        say(limit.text(self.name, waited, where, f" after {limit.seconds():g} s") + stall)
+        print_to_stderr(
+            limit.text(self.name, waited, where, f" after {limit.seconds():g} s") + stall
+        )
 
     def give_up(self, waited: float, where: str, limit: TimeLimit) -> NoReturn:
         """End the job because this rank has waited for too long."""
         stall = "" if limit.is_at_end else self.describe_stall()
         self.end(limit.text(self.name, waited, where, "") + stall, settings.EXIT_TIMEOUT)
 
-    # ----------------------------------------------------------------------- what the ranks do
+    # ----------------------------------------------------------------------- activity of ranks
 
     def dead_rank(self) -> int | None:
         """Return a rank of this node whose process is gone though it has not left, or None."""
@@ -203,7 +208,7 @@ class Ending:
         return rank_table([self.statuses.page.read()], time.time(), calls=_CALLS_DESCRIBED)
 
     def describe_stall(self) -> str:
-        """Return lines for a report that say why the ranks wait; empty if nothing is known."""
+        """Return lines for a report on the reason why the ranks wait; empty if nothing is known."""
         records = self.records() or stopped_siblings()
         return f"\n{describe_stall(records)}" if records else ""
 
@@ -215,6 +220,7 @@ class Ending:
         ``code`` is the exit code, which is recorded; 0 stands for the unknown code of another
         process, which is gone.
         """
+        # Both claims: the socket's name is exact on one node, and the pages also reach other nodes.
         is_first = _claim_node() and (self.statuses is None or self.statuses.claim_report(code))
         if self.leaves_alone and self.statuses is not None:
             self.statuses.page.end(RankState.REPORTED, code)
@@ -245,6 +251,7 @@ class Ending:
             self._report(report, code, is_own=is_own, is_said=is_own and is_alone)
         finally:
             with suppress(Exception):  # the job ends anyway
+                # First, because a kernel of NCCL that waits for other ranks does not end by itself.
                 self.stop()
             try:
                 if not is_alone or self._is_last():
@@ -264,7 +271,7 @@ class Ending:
         except Exception as error:  # noqa: BLE001 - reported, and the end goes on
             report += f"\n(what was recorded could not be written: {error})"
         if self.claim_report(code if is_own else 0) or is_said:
-            say(report)
+            print_to_stderr(report)
             # An abort discards the output that the launcher has not read yet.
             time.sleep(_OUTPUT_SECONDS)
         else:
@@ -292,6 +299,7 @@ def _claim_node() -> bool:
     job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
+        # With the user's number, because names of abstract sockets are common to all users.
         claim.bind(f"\0mpishard-report-{os.getuid()}-{job}")
     except OSError:
         claim.close()
@@ -307,7 +315,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print ``text`` to stderr, even if the script has replaced that.
 
     If its descriptor is closed, `mpishard run` prints it. Without that it goes to stdout.
@@ -322,16 +330,16 @@ def say(text: str) -> None:
         except OSError:
             folder = settings.job_folder()
             if folder is None or not folder.is_dir():  # it may be on another machine
-                with suppress(OSError):  # closed, too: nobody wants to know
+                with suppress(OSError):  # closed, too: there is no other place
                     os.write(STDOUT, data)
                 return
-            with suppress(OSError), (folder / UNSAID).open("ab") as file:
+            with suppress(OSError), (folder / UNPRINTED).open("ab") as file:
                 file.write(data)
 
 
-def launched_ending() -> Ending:
-    """Return the `Ending` of a process that has no world yet."""
-    return Ending(settings.launched_rank(), settings.launched_world_size() or 1)
+def launched_ending() -> Termination:
+    """Return the `Termination` of a process that has no world yet."""
+    return Termination(settings.launched_rank(), settings.launched_world_size() or 1)
 
 
 def _set_deadline(code: int) -> None:
@@ -362,6 +370,7 @@ def _ignore_further_interrupts() -> None:
 
 def _abort(code: int) -> None:
     """End all processes of the job; may return."""
+    # Not imported here: a process that has not started MPI must not start it to end.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized()):
         mpi.COMM_WORLD.Abort(code)

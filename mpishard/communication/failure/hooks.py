@@ -33,7 +33,7 @@ from mpishard.communication.contract.matching import who
 from mpishard.communication.failure.abort import (
     EXIT_LIMIT,
     STDERR,
-    Ending,
+    Termination,
     launched_ending,
     launcher_socket,
 )
@@ -85,6 +85,8 @@ def _hook_exceptions() -> None:
         # An exception at an interactive prompt does not end the process.
         if not hasattr(sys, "ps1"):
             _end(error, process)
+        # Reached in a world of one, at a prompt, and in a process that is no rank: elsewhere `_end`
+        # ends the process.
         previous(kind, error, trace)
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -135,7 +137,7 @@ def _leave_all() -> None:
             signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
 
 
-def _where_it_ends(job: Ending) -> str:
+def _where_it_ends(job: Termination) -> str:
     """Return the place at which this process is stuck at its end, to stand after "waited .. s"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if any(caller.f_code.co_name == "finalize_mpi" for caller, _ in walk_stack(frame)):
@@ -153,6 +155,8 @@ def _where_it_ends(job: Ending) -> str:
 def claim_rank() -> None:
     """Make this process the rank, if a launcher started several and no rank started this one."""
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
+        # With the launcher's identity and connection: processes of a job that this rank starts have
+        # others, and are no helpers.
         words = (os.getpid(), launcher_socket(), *settings.launch_identity())
         settings.write("MPISHARD_RANK_PROCESS", " ".join(map(str, words)))
 

@@ -8,7 +8,7 @@ import traceback
 from itertools import groupby, pairwise
 from traceback import FrameSummary
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from mpishard.base import (
     CollectiveMismatchError,
@@ -37,7 +37,7 @@ _LONGEST = 100_000
 """Characters of an exception's text, and of its traceback, that are reported."""
 
 
-def check_on_failure(on_failure: Any) -> None:
+def check_on_failure(on_failure: object) -> None:
     """Refuse a value that is no `OnFailure`, with `ValueError`."""
     if not isinstance(on_failure, str) or on_failure not in ("abort", "shrink"):
         raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
@@ -68,7 +68,7 @@ def failure_report(error: BaseException, name: str, where: str, then: str = "the
         peer = f"rank {error.rank}" if error.rank >= 0 else "a thread that is no rank"
         subject = f"{peer} failed or left, reported by {name}"
     # A message of mpishard may be long, so the traceback does not end with it a second time.
-    trace = _cut(short_traceback(error, is_told=isinstance(error, MpishardError)))
+    trace = _cut(short_traceback(error, is_shown=isinstance(error, MpishardError)))
     return (
         f"mpishard: {subject} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
@@ -98,17 +98,17 @@ _TESTING = PACKAGE + "testing" + os.sep
 _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in \n')
 
 
-def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
+def short_traceback(error: BaseException, *, is_shown: bool = False) -> str:
     """Return the traceback of ``error`` and its causes, without the frames inside mpishard.
 
-    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all frames. If ``is_told``,
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all frames. If ``is_shown``,
     the message stands above the traceback, which has ``(as above)`` in its place, and its notes.
     """
     shown = traceback.TracebackException.from_exception(error)
     if not settings.is_debugging():
         _shorten(shown)
     text = "".join(shown.format()).rstrip()
-    if is_told:
+    if is_shown:
         whole = "".join(shown.format_exception_only()).rstrip()
         brief = [f"{type(error).__name__}: (as above)", *getattr(error, "__notes__", ())]
         text = text.removesuffix(whole) + "\n".join(brief)
@@ -149,6 +149,7 @@ def drop_internal_frames(error: BaseException) -> None:
             entry.tb_next = following
         member.__traceback__ = entries[0] if entries else None
         causes = (member.__cause__, member.__context__)
+        # By identity: exceptions may be equal, and causes may form a circle.
         chain += [c for c in causes if c is not None and all(c is not other for other in chain)]
 
 

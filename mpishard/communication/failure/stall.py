@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from mpishard.communication.contract import matching
 from mpishard.communication.contract.call import Call, MessageWait, of_group, place_after
-from mpishard.communication.contract.matching import members_of, parting
+from mpishard.communication.contract.matching import divergence, members_of
 from mpishard.communication.contract.status import RankRecord, RankState
 
 _SENTENCES = 3
@@ -58,7 +58,7 @@ def longest_waiting(records: Sequence[RankRecord]) -> int | None:
 
 
 def verdict(records: Sequence[RankRecord], now: float) -> str:
-    """Name the odd ones out, and say what they do instead, in a few sentences.
+    """Name the odd ones out and their activity, in a few sentences.
 
     If there is no odd one out, name the circle, or say that all ranks have called.
 
@@ -72,6 +72,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     waiting = [record for record in records if _is_waiting(record)]
     waits_for = _waits_for_each(records)
     wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    # Only in ``init`` may a rank have no page yet.
     is_in_init = any(record.state is RankState.STARTED for record in records)
     odd = [
         record
@@ -86,6 +87,8 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     ]
     if odd:
         names = {record.rank for record in odd}
+        # Ranks that wait for the odd ones directly; the others wait for these, and follow from
+        # them.
         those = [r for r in waiting if names & set(waits_for[r.rank])] or waiting
         sentences = [*_waits(those), *_odd(odd, those, now)]
     elif waiting:
@@ -96,7 +99,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
 
 
 def unfinished(records: Sequence[RankRecord], now: float) -> str:
-    """Name the ranks that have not finished, and say what they do, in a few sentences.
+    """Name the ranks that have not finished and their activity, in a few sentences.
 
     Parameters
     ----------
@@ -160,7 +163,7 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
     """Return sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, Call)]
     groups = matching.grouped(odd, lambda record: _instead(record, waits))
-    sentences = [f"{_said(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
+    sentences = [f"{_activity(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
     return [*sentences, _advice(odd, waits, waiting)]
 
 
@@ -184,7 +187,7 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
         return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
-        sentence = parting(records, group)
+        sentence = divergence(records, group)
         if sentence:
             return f"{sentence}."
     method = waits[0].method if waits else ""
@@ -198,11 +201,13 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
 def _circle_text(waits_for: dict[int, list[int]], records: Sequence[RankRecord]) -> list[str]:
     """Return sentences on a circle of ranks, each of which waits for the next; may be empty."""
     try:
+        # It raises an error that has one of the circles, which saves a search of our own.
         TopologicalSorter(waits_for).prepare()
     except CycleError as error:
         *circle, _ = reversed(error.args[1])
     else:
         return []
+    # Begun at the lowest rank, so that all ranks report the circle in the same words.
     first = circle.index(min(circle))
     circle = [*circle[first:], *circle[:first]]
     waits = {record.rank: record for record in records}
@@ -258,7 +263,7 @@ def describe_departure(
     awaited: Call | MessageWait,
     records: Sequence[RankRecord],
 ) -> str:
-    """Say that a rank left a world in which another one waits for it, and what to look for.
+    """Describe the departure of a rank for which another one waits, with advice to the user.
 
     Parameters
     ----------
@@ -288,8 +293,8 @@ def describe_departure(
             f"{awaited.method} is collective: look for a loop or a branch in which rank {rank} "
             "calls it less often"
         )
-    parted = parting(records, awaited.group)
-    return text + (f"; {parted}" if parted else "")
+    diverged = divergence(records, awaited.group)
+    return text + (f"; {diverged}" if diverged else "")
 
 
 # ------------------------------------------------------------------------------------- the table
@@ -316,13 +321,14 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
     groups = matching.grouped(
         records, lambda r: (_doing(r), _last_calls(r, calls), r.rank if is_each_alone else -1)
     )
+    # First without collectives, then without ranks: the activity says most.
     if sum(1 + len(lines) for _, lines, _ in groups) > matching.MOST_LINES:
         groups = matching.grouped(records, lambda r: (_doing(r), (), -1))
     entries = list(groups.items())
     shown = len(entries) if len(entries) <= matching.MOST_LINES else matching.MOST_LINES - 1
     table = []
     for (text, lines, _), same in entries[:shown]:
-        table += [f"  {_said(same, f': {text}', now)}", *lines]
+        table += [f"  {_activity(same, f': {text}', now)}", *lines]
     others = [record for _, same in entries[shown:] for record in same]
     if others:
         table.append(f"  {_who(others)}: each does something else again")
@@ -336,7 +342,7 @@ def _last_calls(record: RankRecord, count: int) -> tuple[str, ...]:
     return tuple(f"    {c.sequence}: {c.text}" for c in calls)
 
 
-def _said(same: Sequence[RankRecord], text: str, now: float) -> str:
+def _activity(same: Sequence[RankRecord], text: str, now: float) -> str:
     """Return the names of the ranks, and their activity ``text`` with the seconds for `_AGO`."""
     last = ((r.waited, r.last.time if r.last else now) for r in same)
     seconds = _seconds_text(waited or max(0.0, now - time) for waited, time in last)

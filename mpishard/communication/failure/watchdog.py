@@ -37,17 +37,17 @@ from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
     STDERR,
-    Ending,
+    Termination,
     TimeLimit,
     launched_ending,
-    say,
+    print_to_stderr,
 )
 
 _STUCK_SECONDS = 2.0  # after Ctrl-C, without a step of the main thread
 
 
 def is_free(number: signal.Signals) -> bool:
-    """Return whether only this package, or nobody, has a handler for a signal."""
+    """Return whether a signal has no handler, or one of this package."""
     present = signal.getsignal(number)
     if present is signal.SIG_DFL:
         return True
@@ -70,6 +70,7 @@ class PreemptionNotice:
             self._process = os.getpid()
             signal.signal(signal.SIGUSR1, self._handle)
             atexit.register(self.report_if_ignored)
+        # Only `mpishard run` has blocked it; a user's own block is left as it is.
         if settings.job_folder() is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
 
@@ -85,12 +86,12 @@ class PreemptionNotice:
         folder = settings.job_folder()
         try:
             if folder is not None and folder.is_dir():
-                (folder / "unheeded").touch(exist_ok=False)
+                (folder / "unobeyed").touch(exist_ok=False)
         except FileExistsError:
             return  # another rank of the job has reported it
         except OSError:  # such as a full disk: then several ranks may report it
             pass
-        say(
+        print_to_stderr(
             f"mpishard: {launched_ending().name} was preempted by SIGUSR1, and nothing obeyed "
             "it: no step of an optimize(checkpoint=FOLDER) came after it"
         )
@@ -117,6 +118,7 @@ class SignalPipe:
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
+        # Python writes to it inside a signal handler, which must never block.
         os.set_blocking(self._write, False)
         self._installed: list[signal.Signals] = []
         self._is_wakeup = False
@@ -153,6 +155,7 @@ class SignalPipe:
         for number in self._installed:
             if number is signal.SIGQUIT:
                 faulthandler.unregister(number)
+            # Another library may have put its own handler in place since, which stays.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL)
         self._installed.clear()
@@ -165,6 +168,7 @@ class SignalPipe:
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
         # Python writes a byte for each signal with a handler, also for those of the user's.
+        # Ctrl-C has Python's own handler, and counts as ours as long as nobody has replaced it.
         ours: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
         return {
             number
@@ -204,7 +208,7 @@ class Wait:
         The thread that checks its time.
     where : callable
         Returns the place, such as ``in collective 3, ..``. Called by the watchdog's thread.
-    ending : Ending
+    ending : Termination
         Ends the job if the wait is too long.
     slack : float
         Seconds, beyond the limits, that the wait may take although no rank is late.
@@ -214,7 +218,7 @@ class Wait:
 
     watchdog: Watchdog
     where: Callable[[], str]
-    ending: Ending
+    ending: Termination
     slack: float
     limit: TimeLimit
     since: float = 0.0
@@ -242,8 +246,8 @@ class Watchdog:
         """The clock of all waits, which does not count the time in which the job is suspended."""
         self.waits: list[Wait] = []
         """The present waits of this rank: one, unless several of its threads communicate."""
-        self._jobs: list[Ending] = []
-        self.last: Ending | None = None
+        self._jobs: list[Termination] = []
+        self.last: Termination | None = None
         """The job that was released last; its records can be read until the process ends."""
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
@@ -257,18 +261,19 @@ class Watchdog:
         """Begin to watch. Idempotent."""
         if self._thread is None:
             self._stopped = False
+            # The first parent: after the launcher's end the system gives the process another one.
             self._parent = self._parent or os.getppid()
             self._signals.install()
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
 
-    def guard(self, job: Ending) -> None:
+    def guard(self, job: Termination) -> None:
         """Watch over ``job`` until `release`. Idempotent."""
         if job not in self._jobs:
             self._jobs.append(job)
         self.start()
 
-    def release(self, job: Ending) -> None:
+    def release(self, job: Termination) -> None:
         """Stop watching ``job``; the thread ends with the last job. Idempotent."""
         if job in self._jobs:
             self.last = job
@@ -284,7 +289,7 @@ class Watchdog:
     def wait(
         self,
         where: Callable[[], str],
-        ending: Ending | None = None,
+        ending: Termination | None = None,
         slack: float = 0.0,
         limit: TimeLimit = COLLECTIVE_LIMIT,
     ) -> Wait:
@@ -303,18 +308,18 @@ class Watchdog:
             for number in self._signals.wait(self.pause(self.clock.now())):
                 self.receive(number, self.clock.now())
             if not self._stopped:
-                self.look(self.clock.now())
+                self.check(self.clock.now())
 
     def pause(self, now: float) -> float:
         """Return the seconds from ``now`` until a warning or a time limit may be due."""
         left = [READ_EVERY]
         for wait in tuple(self.waits):
             limits = (0.0 if wait.is_warned else settings.mpi_warning(), wait.limit.seconds())
-            # A limit that has passed since the last look is due at once, not one period later.
+            # A limit that has passed since the last check is due at once, not one period later.
             left += [max(0.0, wait.since + wait.slack + limit - now) for limit in limits if limit]
         return min(left)
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Check time limits, the launcher and the other ranks of the node, at the time ``now``."""
         if self._interrupted is not None and now - self._interrupted[0] > _STUCK_SECONDS:
             (_, step), self._interrupted = self._interrupted, None
@@ -324,6 +329,7 @@ class Watchdog:
                 self._ending().interrupt(self._doing())
         if self._parent and self._jobs and os.getppid() != self._parent:
             self._ending().report_lost_launcher(self._parent, self._doing())
+        # A copy, because the main thread may release a job meanwhile.
         for job in tuple(self._jobs):
             dead = job.dead_rank()
             if dead is not None:
@@ -349,11 +355,11 @@ class Watchdog:
             lines += [text for job in self._jobs if (text := job.describe())]
             names = ", ".join(f"{t.name} {t.ident:#018x}" for t in threading.enumerate())
             lines.append(f"  its threads, whose stacks stand above: {names}")
-            say("\n".join(lines))
+            print_to_stderr("\n".join(lines))
         elif number == signal.SIGINT and self._interrupted is None:
             self._interrupted = now, _main_thread_step()
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> Termination:
         return self._jobs[0] if self._jobs else launched_ending()
 
     def _doing(self) -> str:

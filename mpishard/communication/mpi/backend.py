@@ -1,7 +1,7 @@
 """The backend of processes, over MPI: the life of a world, waiting, messages, groups.
 
-The backend is made of parts: a `Job` (this process and its end), a `Group` (communicators, headers,
-channels, and the user's messages), its `Collectives`, and a `Staging` for GPU arrays.
+The backend is made of parts: an `MPIJob` (this process and its end), a `Group` (communicators,
+headers, channels, and the user's messages), its `Collectives`, and a `Staging` for GPU arrays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from mpishard.communication.failure.stall import describe_departure
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
-from mpishard.communication.mpi.job import IN_INIT, Job, library_files
+from mpishard.communication.mpi.job import IN_INIT, MPIJob, library_files
 from mpishard.communication.mpi.library import (
     call_uninterrupted,
     check_launched_world,
@@ -46,15 +47,18 @@ from mpishard.communication.mpi.library import (
     load_mpi,
     not_launched_error,
 )
-from mpishard.communication.mpi.messages import Message
+from mpishard.communication.mpi.messages import MessageRequest
 from mpishard.communication.mpi.node_memory import at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
 """Rounds, and polls in each, before a longer wait begins: most short messages come by then."""
 
-_STIR_EVERY = 8  # polls of a wait between two calls that let MPI progress its requests
+_PROGRESS_EVERY = 8  # polls of a wait between two calls that let MPI progress its requests
 _IN_SHRINK = "in shrink() for the other ranks that are left"
 
 _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
@@ -67,15 +71,16 @@ _cut_off: list[object] = []
 def _through(name: str) -> Callable[..., Steps]:
     """Return the ``_steps_`` method of the collective, which takes arrays on the host or a GPU."""
 
-    def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
+    def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: object) -> Steps:
         collective: Callable[..., Steps] = getattr(self._collectives, name)
         if type(given) is np.ndarray or given is None:
             return collective(call, given, *arguments)
         array = given[0] if isinstance(given, list | tuple) else given
         if not (is_device_array(array) and self._needs_staging(call, array)):
             return collective(call, given, *arguments)
+        # Made at the first use: pinned memory needs a GPU, which most runs do not have.
         if self._gpu is None:
-            self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
+            self._gpu = Staging(logs=self._rank == 0 and self._is_root)
         return self._gpu.run(collective, call, given, *arguments)
 
     return steps
@@ -108,22 +113,23 @@ class MPICommunicationBackend(CommunicationBackend):
         outlive each other.
     """
 
-    def __init__(self, comm: Any = None, *, on_failure: OnFailure = "abort") -> None:
+    def __init__(self, comm: Comm | None = None, *, on_failure: OnFailure = "abort") -> None:
         check_on_failure(on_failure)
         if is_helper():
             raise helper_error()
         if comm is None and settings.launcher_variable() is None:
             raise not_launched_error()
-        mpi: Any = load_mpi()
+        mpi: ModuleType = load_mpi()
         if comm is None:
             comm = mpi.COMM_WORLD
+            # Only for the default: a user's own communicator may well have one rank.
             check_launched_world(comm.Get_size(), mpi.Get_library_version())
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
         self._on_failure: OnFailure = on_failure
         self._mpi = mpi
         self._may_record = True
-        self._job: Job | None = None
+        self._job: MPIJob | None = None
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
@@ -167,13 +173,14 @@ class MPICommunicationBackend(CommunicationBackend):
         is_new = self._job is None
         if self._job is None:
             survives = self._on_failure == "shrink"
-            self._job = Job(self._mpi, self._comm, self._kind, survives=survives)
+            self._job = MPIJob(self._mpi, self._comm, self._kind, survives=survives)
         job = self._job
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
             try:
                 job.guard()
+                # A rank may be missing, so the wait has a time limit and is named in reports.
                 with job.wait(lambda: IN_INIT):
                     call_uninterrupted(self._mpi, lambda: self._enter(is_new=is_new))
             finally:
@@ -198,7 +205,7 @@ class MPICommunicationBackend(CommunicationBackend):
         """Return whether the GPU array ``array`` travels through host memory for ``call``."""
         return needs_staging(call, array)
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: Comm, on_failure: OnFailure = "abort") -> Self:
         """Return a backend of this kind for the ranks of ``comm``."""
         return type(self)(comm, on_failure=on_failure)
 
@@ -210,6 +217,7 @@ class MPICommunicationBackend(CommunicationBackend):
             job.meet()
             self._nodes = job.nodes
         with job.making_group():
+            # Two of our own: messages of the user cannot match ours, nor messages our data.
             comm, data = self._comm.Dup(), self._comm.Dup()
         memory = at_once(share_group_memory(self._mpi, data, set(), self._nodes))
         self._group = Group(self._mpi, comm, data, self._reducer, memory)
@@ -223,7 +231,7 @@ class MPICommunicationBackend(CommunicationBackend):
         job, group = self._joined()
         if self._is_root:
             if self._session.broken is not None:
-                self._tell_of_break()
+                self._notify_of_break()
             job.leave()
             hooks.remove(self)
         else:
@@ -261,7 +269,7 @@ class MPICommunicationBackend(CommunicationBackend):
             "to the rank, or compute here with arrays alone"
         )
 
-    def _joined(self) -> tuple[Job, Group]:
+    def _joined(self) -> tuple[MPIJob, Group]:
         if self._job is None or self._group is None or not self._initialized:
             raise self._not_ready_error()
         return self._job, self._group
@@ -274,7 +282,7 @@ class MPICommunicationBackend(CommunicationBackend):
         # Then only the frames of the traceback hold the arrays that MPI uses.
         _cut_off.append(error.__traceback__)
 
-    def _tell_of_break(self) -> None:
+    def _notify_of_break(self) -> None:
         # Sent only at the next call, which shows that the script caught the exception: an uncaught
         # one ends the job with its own report and exit code.
         if self._job is not None and not isinstance(self._session.broken, PeerError):
@@ -304,7 +312,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 if is_slow:
                     break
             dozes = is_slow or time.monotonic() < job.shares_core_until
-            backoff = Backoff(job.crowded, lambda: self._look_round(work), dozes=dozes)
+            backoff = Backoff(job.crowded, lambda: self._check_peers(work), dozes=dozes)
             polls = 0
             self.status.wait(work.awaited)
             wait = job.wait(lambda: work.where)
@@ -315,8 +323,8 @@ class MPICommunicationBackend(CommunicationBackend):
                         advance()
                         # A wait at a ring makes no call of MPI, whose requests must progress too.
                         polls += 1
-                        if polls % _STIR_EVERY == 0:
-                            job.stir()
+                        if polls % _PROGRESS_EVERY == 0:
+                            job.progress_mpi()
             finally:
                 # Ended again, because an exception of a signal handler may have struck as it began
                 # or ended. The watchdog would end the job at the time limit.
@@ -331,9 +339,9 @@ class MPICommunicationBackend(CommunicationBackend):
     def _explain(self, error: Exception, where: str) -> Exception:
         return error if self._job is None else self._job.explain(error, where)
 
-    def _look_round(self, work: Work) -> None:
+    def _check_peers(self, work: Work) -> None:
         """Raise if a rank that ``work`` needs has left or failed."""
-        self._joined()[0].look(work.where)
+        self._joined()[0].check_losses(work.where)
         group = self._joined()[1]
         group.mail.reap()
         departures = group.departures()
@@ -363,7 +371,7 @@ class MPICommunicationBackend(CommunicationBackend):
             return last < awaited.sequence
         # If the head of a message has come, its data are under way, and the rank is not needed.
         is_coming = not awaited.is_send and any(
-            isinstance(other.waitable, Message)
+            isinstance(other.waitable, MessageRequest)
             for other in self._transfers
             if other.awaited.peer == awaited.peer and not other.awaited.is_send
         )
@@ -401,10 +409,11 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
-        wish = np.array([-1 if color is None else color, key], np.int64)
-        wishes = (yield from self._collectives.open(call, wish)).integers(2)
-        colors = sorted({c for c, _ in wishes if c >= 0})
-        members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
+        choice = np.array([-1 if color is None else color, key], np.int64)
+        choices = (yield from self._collectives.open(call, choice)).integers(2)
+        # MPI wants small colors, and a user's may exceed a C int.
+        colors = sorted({c for c, _ in choices if c >= 0})
+        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
         place = 0 if color is None else members.index((key, self._rank))
         # MPI_Comm_split blocks. So earlier collectives must not need this rank any more. The first
@@ -430,11 +439,11 @@ class MPICommunicationBackend(CommunicationBackend):
         child._group = Group(self._mpi, comm, data, child._reducer, memory)
         return child
 
-    def _split_together(self, work: Work, color: int, place: int) -> Any:
+    def _split_together(self, work: Work, color: int, place: int) -> Comm:
         """Call MPI_Comm_split when every rank has come to it, which a cut-off rank never does."""
         job, group = self._joined()
         fence = group.exchange.fence()
-        backoff = Backoff(job.crowded, lambda: self._look_round(work))
+        backoff = Backoff(job.crowded, lambda: self._check_peers(work))
         while not fence.test():
             backoff.pause()
         return group.comm.Split(color, place)
@@ -464,7 +473,7 @@ class MPICommunicationBackend(CommunicationBackend):
         array, on_device = yield from mail.receive(source, count, tag, dtype, sender)
         return to_device(array) if on_device else array
 
-    # ------------------------------------------------------------------------ where a rank is gone
+    # ---------------------------------------------------------------------------------- lost ranks
 
     def _require_survival(self, what: str) -> None:
         """Refuse ``what`` if the ranks of this world end together."""
@@ -483,7 +492,7 @@ class MPICommunicationBackend(CommunicationBackend):
             raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
         made: list[Self] = []
 
-        def build(comm: Any) -> None:
+        def build(comm: Comm) -> None:
             world = self._alike(comm, "shrink")
             made.append(world)
             # Ranks have other numbers now, and would replace the traces of the old world.
@@ -499,12 +508,13 @@ class MPICommunicationBackend(CommunicationBackend):
 
         stop_recording(self, ulfm.error)
         with job.wait(lambda: _IN_SHRINK):
+            # Before ULFM's collective: ranks that still wait in this world would not come to it.
             job.call_off()
             ulfm.shrink(build, undo)
-        heir = made[0]
+        successor = made[0]
         hooks.remove(self)
         job.retire()
-        return heir
+        return successor
 
 
 def _disown_all() -> None:

@@ -17,8 +17,8 @@ import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from mpishard.base import (
     is_device_array,
     settings,
 )
-from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
+from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Locations
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import (
@@ -49,13 +49,40 @@ from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A reduction whose ranks' calls match.
+
+    Parameters
+    ----------
+    headers : Headers or None
+        The ranks' headers; None if the data need none.
+    locations : list of Locations or None
+        The locations of all ranks' arrays and results; None if none is shared.
+    channel : Channel
+        The channel of the data.
+    is_sent : bool
+        Whether the data of all ranks are in the channel already.
+    """
+
+    headers: Headers | None
+    locations: list[Locations] | None
+    channel: Channel
+    is_sent: bool = False
+
+    @property
+    def inline(self) -> Headers | None:
+        """The headers, if every rank's array came with its header; else None."""
+        return self.headers if self.headers is not None and self.headers.all_inline else None
+
+
 class Collectives:
     """The collectives of one group of MPI ranks.
 
     Parameters
     ----------
     backend : CommunicationBackend
-        The backend whose ranks, checks, shared regions and traffic counts they use.
+        The backend whose ranks, checks, shared allocations and traffic counts they use.
     group : Group
         The communicators and channels of its ranks.
     """
@@ -63,12 +90,12 @@ class Collectives:
     def __init__(self, backend: CommunicationBackend, group: Group) -> None:
         # Weak, because a cycle would delay the end of the group: its ranks leave it when the last
         # reference to its backend is dropped.
-        self._backend: Any = weakref.proxy(backend)
+        self._backend: CommunicationBackend = weakref.proxy(backend)
         self._group = group
         self._reducer = backend._reducer
         self._rank, self._world_size = backend.rank, backend.world_size
         self._nodes = backend.topology
-        self._regions = backend._regions
+        self._allocations = backend._allocations
         self._traffic = backend.traffic
         self._by_pointer = settings.cuda_aware()
 
@@ -84,14 +111,14 @@ class Collectives:
         self,
         call: Call,
         payload: Array | None = None,
-        places: Places = NOWHERE,
+        locations: Locations = NOWHERE,
         *,
-        is_dealt: bool = False,
+        is_sent: bool = False,
     ) -> Steps:
         """Exchange headers and refuse calls that do not match; return the `Headers`."""
         group = self._group
         group.sequence = call.sequence
-        row = make_row(call, payload, places, is_dealt=is_dealt)
+        row = make_row(call, payload, locations, is_sent=is_sent)
         if self._world_size == 1:
             headers = Headers([row], call, 0)
         else:
@@ -121,33 +148,31 @@ class Collectives:
     ) -> Steps:
         """Begin a reduction: exchange its headers, and choose the channel of its data.
 
-        Return headers, places, channel and ``is_dealt``. The headers are None if the call needs
-        none, and the places are None if no array is shared. ``is_dealt`` is true if every rank's
-        data are in the channel already: ``whole`` has the parts for the channel that may be dealt
-        before the header, which saves a fence.
+        ``whole`` has the parts for the channel that may be sent before the header, which saves a
+        fence. Return an `_Opened`.
         """
         # Without checks, and as long as no memory was shared, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
-        if not (small or self._backend.check_collectives or self._regions.count or device):
+        if not (small or self._backend.check_collectives or self._allocations.count or device):
             self._group.sequence = call.sequence
-            return None, None, self._group.channel, False
-        seeks_places = self._regions.count and not small
-        places = self._backend._places(array, out) if seeks_places else NOWHERE
-        # Before data are dealt, all earlier collectives must have ended: see `RowChannel`.
-        is_dealt = (
+            return _Opened(None, None, self._group.channel)
+        seeks_locations = self._allocations.count and not small
+        locations = self._backend._locations(array, out) if seeks_locations else NOWHERE
+        # Before data are sent early, all earlier collectives must have ended: see `RowChannel`.
+        is_sent = (
             bool(whole)
             and not (small or device)
-            and places == NOWHERE
+            and locations == NOWHERE
             and self._backend._pending[0].awaited is call
-            and self._group.channel.deal(whole)
+            and self._group.channel.send_early(whole)
         )
-        headers = yield from self.open(call, array, places, is_dealt=is_dealt)
-        if headers.all_inline or not (whole or self._regions.count or self._by_pointer):
-            return headers, None, self._group.channel, False
-        any_shared, any_on_device, all_dealt = headers.flags()
+        headers = yield from self.open(call, array, locations, is_sent=is_sent)
+        if headers.all_inline or not (whole or self._allocations.count or self._by_pointer):
+            return _Opened(headers, None, self._group.channel)
+        any_shared, any_on_device, all_sent = headers.flags()
         channel = self._device_channel(headers) if any_on_device else self._group.channel
-        return headers, headers.places() if any_shared else None, channel, all_dealt
+        return _Opened(headers, headers.locations() if any_shared else None, channel, all_sent)
 
     def _device_channel(self, headers: Headers) -> Channel:
         """Return the channel of data of which some are on a GPU, according to all ``headers``."""
@@ -166,7 +191,7 @@ class Collectives:
         # Ranks of a node may share ``out``, where none may see another's partial sums. Two
         # contributions are combined in one pass, but an average is divided in a second one.
         result = out
-        if self._regions.count and (
+        if self._allocations.count and (
             self._world_size > 2 or operation is ReductionOperation.AVERAGE
         ):
             result = np.empty_like(out)
@@ -181,43 +206,48 @@ class Collectives:
         assert call.operation is not None
         flat = array if array.ndim == 1 else array.reshape(-1)
         whole: list[Array] = []
+        # In one round of the channel, because several rounds would need a fence each.
         fits = INLINE_BYTES < flat.nbytes <= self._group.channel.bytes_each
         if fits and is_combined_whole(flat.nbytes, self._world_size):
             whole = [flat] * self._world_size
-        begun = yield from self._open_reduction(call, array, out, whole)
-        headers, places, channel, is_dealt = begun
+        opened: _Opened = yield from self._open_reduction(call, array, out, whole)
+        locations = opened.locations
         result = flat if out is array else out if out.ndim == 1 else out.reshape(-1)
-        if headers is not None and headers.all_inline:
-            self._reduce_inline(headers, call.operation, result)
+        if opened.inline is not None:
+            self._reduce_inline(opened.inline, call.operation, result)
         else:
             yield from self.turn(call)
             arrays = (
                 {}
-                if places is None
-                else self._regions.shared_arrays(
-                    places, self._nodes, flat, out.nbytes, [0] * self._world_size
+                if locations is None
+                else self._allocations.shared_arrays(
+                    locations, self._nodes, flat, out.nbytes, [0] * self._world_size
                 )
             )
-            if places is not None and arrays:
-                results_are_shared = self._nodes.results_are_shared(places)
-                if results_are_shared or all(own == into for own, into in places):
+            if locations is not None and arrays:
+                results_are_shared = self._nodes.results_are_shared(locations)
+                if results_are_shared or all(own == into for own, into in locations):
                     yield from self._all_reduce_in_place(
                         call, arrays, result, is_shared=results_are_shared
                     )
                     return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
-            if whole and places is None:
+            if whole and locations is None:
                 # Each rank combines the whole itself, because another wait for the others takes
                 # longer. This is wrong for an ``out`` that several ranks see, or that lies on
                 # another rank's array: each rank then writes its own piece only.
                 whole = [flat] * self._world_size  # ``flat`` may be a copy by now
-                yield from channel.reduce(whole, call.operation, result, is_dealt=is_dealt)
+                yield from opened.channel.reduce(
+                    whole, call.operation, result, is_sent=opened.is_sent
+                )
                 return out
+            # Large arrays: each rank combines one piece for all, so that a byte is read once and
+            # not by every rank.
             sizes = even_sizes(result.size, self._world_size)
             start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]
-            yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)
+            yield from self._reduce_by(opened.channel, flat, sizes, call.operation, piece, result)
         return out
 
     def reduce_scatter(
@@ -225,26 +255,27 @@ class Collectives:
     ) -> Steps:
         """Combine this rank's rows of all ranks' arrays into ``out``."""
         assert call.operation is not None
-        headers, places, channel, _ = yield from self._open_reduction(call, array, out)
+        opened: _Opened = yield from self._open_reduction(call, array, out)
+        locations = opened.locations
         row = math.prod(array.shape[1:])
         sizes = counts if row == 1 else tuple([count * row for count in counts])
         starts = starts_of(sizes)
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         flat, result = array.reshape(-1), out.reshape(-1)
         piece = result
-        own, into = NOWHERE if places is None else places[self._rank]
+        own, into = NOWHERE if locations is None else locations[self._rank]
         is_own_part = own != PRIVATE and into == (own[0], own[1] + mine.start * array.itemsize)
         if not is_own_part and _overlap(array, out, flat[mine]):
             piece = array_namespace(out).empty(result.shape, result.dtype)
-        if headers is not None and headers.all_inline:
-            self._reduce_inline(headers, call.operation, piece, mine)
+        if opened.inline is not None:
+            self._reduce_inline(opened.inline, call.operation, piece, mine)
         else:
             yield from self.turn(call)
             arrays = (
                 {}
-                if places is None
-                else self._regions.shared_arrays(
-                    places, self._nodes, flat, out.nbytes, [n * array.itemsize for n in starts]
+                if locations is None
+                else self._allocations.shared_arrays(
+                    locations, self._nodes, flat, out.nbytes, [n * array.itemsize for n in starts]
                 )
             )
             if arrays:
@@ -252,7 +283,7 @@ class Collectives:
                 # Peers read this rank's array until this fence; then the caller may change it.
                 yield self._group.exchange.fence()
             else:
-                yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
+                yield from self._reduce_by(opened.channel, flat, sizes, call.operation, piece)
         if piece is not result:
             result[...] = piece
         return out
@@ -292,7 +323,7 @@ class Collectives:
         headers = yield from self.open(
             call,
             array,
-            self._backend._places(array, out) if self._regions.count else NOWHERE,
+            self._backend._locations(array, out) if self._allocations.count else NOWHERE,
         )
         sizes = [call.size for call in headers.calls]
         if out is None:
@@ -310,7 +341,7 @@ class Collectives:
             if address(mine) != address(flat):
                 mine[...] = flat
             any_shared, any_on_device, _ = headers.flags()
-            if any_shared and self._nodes.results_are_shared(headers.places()):
+            if any_shared and self._nodes.results_are_shared(headers.locations()):
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
                 self._traffic.share_gather(call, self._nodes, sizes, array.dtype)
@@ -389,6 +420,7 @@ class Collectives:
         Only ``senders`` have parts. Their shapes travel first, because no receiver knows them.
         """
         world = range(self._world_size)
+        # In the header, because all ranks must make the same number of rounds.
         longest = np.array([max((part.size for part in parts), default=0)], np.int64)
         headers = yield from self.open(call, longest)
         yield from self.turn(call)
@@ -488,6 +520,7 @@ class Collectives:
                 incoming[sender] = np.empty(count * lengths[self._rank], wide)
             yield from self._group.channel.move(outgoing, incoming)
             chunk = slice(low, low + lengths[self._rank])
+            # Single slots of this node beside whole subtrees of others: the reducer takes both.
             known = {(rank, 0): array[chunk] for rank, array in zip(arrays, own, strict=True)}
             for sender in senders:
                 subtrees = trees[nodes.numbers[sender]]
@@ -508,6 +541,7 @@ class Collectives:
         subtrees = self._nodes.subtrees(self._nodes.own)
         sums = np.empty((len(subtrees), length), dtype)
         for (first, level), target in zip(subtrees, sums, strict=True):
+            # A subtree of consecutive slots is itself a tree of the same order.
             under = range(first, first + (1 << level))
             members = [array for rank, array in arrays.items() if rank in under]
             self._reducer.reduce(members, operation, target)
@@ -520,6 +554,7 @@ class Collectives:
         clients = nodes.clients
         outgoing = [own if r in agents else own[:0] for r in range(self._world_size)]
         incoming = [p if r in clients else p[:0] for r, p in enumerate(pieces)]
+        # By messages, because the nodes share no memory.
         yield from self._group.messages.move(outgoing, incoming)
 
 

@@ -18,14 +18,19 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, Device, copy_into, is_device_array, settings, synchronize
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import INLINE_BYTES
 from mpishard.communication.mpi.messages import Bytes, ScratchPool
 
 _log = logging.getLogger("mpishard")
 
-_BY_POINTER = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST)
+_BY_POINTER = (
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.BROADCAST,
+)
 
 
 def needs_staging(call: Call, array: Array) -> bool:
@@ -45,13 +50,13 @@ class Staging:
 
     Parameters
     ----------
-    speaks : bool
+    logs : bool
         Whether this rank logs how the arrays travel.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
+    def __init__(self, *, logs: bool) -> None:
         self._pinned = ScratchPool(lambda n: Device("cuda").pinned(n, np.dtype(np.uint8)))
-        if speaks:
+        if logs:
             hint = settings.cuda_aware_hint()
             _log.info(
                 "GPU arrays travel through pinned host buffers; MPISHARD_CUDA_AWARE=1 hands them "
@@ -64,7 +69,7 @@ class Staging:
         """Bytes of pinned memory kept from one collective to the next."""
         return self._pinned.nbytes
 
-    def run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: Any) -> Steps:
+    def run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: object) -> Steps:
         """Run the collective ``steps`` of ``call`` on host copies of ``given``, one array or more.
 
         Arrays among ``arguments`` take the result, so their values are not copied to the host.
@@ -75,6 +80,7 @@ class Staging:
         def host_of(array: Any, *, is_read: bool = False) -> Any:
             if not hasattr(array, "dtype") or not is_device_array(array):
                 return array
+            # ``out`` may be the array itself, and must then get the same buffer.
             for known, host in staged:
                 if known is array:
                     return host

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,14 +20,17 @@ from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
-    Message,
     MessageChannel,
+    MessageRequest,
     Messages,
     Pending,
     post_bytes,
 )
 from mpishard.communication.mpi.node_memory import RowChannel, share_memory
 from mpishard.communication.mpi.ulfm import is_loss
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
 
 Channel = MessageChannel | RowChannel
 """The channel of the data of collectives; `MessageChannel` describes the methods of both."""
@@ -41,7 +45,9 @@ CUT_OFF = -1
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # behind the tags of messages and of their data
 
 
-def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequence[int]) -> Steps:
+def share_group_memory(
+    mpi: ModuleType, comm: Comm, in_flight: set[Pending], nodes: Sequence[int]
+) -> Steps:
     """Return the memory of a group for headers and data; None if it shares none. Collective.
 
     ``nodes`` has the node of each rank of ``comm``. The other parameters are those of
@@ -50,6 +56,7 @@ def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequ
     ranks = len(nodes)
     if ranks == 1 or len(set(nodes)) > 1 or not RingExchange.is_possible():
         return None
+    # One allocation for both, because each takes a file descriptor of every rank.
     nbytes = RowChannel.nbytes(ranks) + RingExchange.nbytes(ranks)
     return (yield from share_memory(mpi, comm, in_flight, 0, nbytes))
 
@@ -76,7 +83,12 @@ class Group:
     """
 
     def __init__(
-        self, mpi: Any, comm: Any, data: Any, reducer: TreeReducer, memory: Array | None
+        self,
+        mpi: ModuleType,
+        comm: Comm,
+        data: Comm,
+        reducer: TreeReducer,
+        memory: Array | None,
     ) -> None:
         self.mpi = mpi
         self.comm = comm
@@ -114,7 +126,7 @@ class Group:
         shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
         return self.messages.scratch_bytes + shared
 
-    def keep(self, request: Any, *arrays: object) -> Pending:
+    def keep(self, request: Request, *arrays: object) -> Pending:
         """Return a request under way, which keeps the ``arrays`` that it reads and writes."""
         return Pending([request], self.in_flight, *arrays)
 
@@ -138,7 +150,7 @@ class Group:
             if rank != self.rank:
                 notice = np.array([last, self.mail.sent[rank]], np.int64)
                 request = self.comm.Isend([notice, 2, self.mpi.INT64_T], rank, _NOTICE_TAG)
-                Message([request], self.in_flight, notice)
+                MessageRequest([request], self.in_flight, notice)
             self._notified = rank + 1
 
     def departures(self) -> dict[int, int]:
@@ -153,7 +165,7 @@ class Group:
             self.is_cut_off |= last == CUT_OFF
         return {rank: last for rank, (last, _) in self._notices.items()}
 
-    def stir(self) -> None:
+    def progress_mpi(self) -> None:
         """Let MPI progress the requests under way. A wait at a ring makes no call of MPI."""
         if self.in_flight:
             self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
@@ -164,6 +176,7 @@ class Group:
         If the ranks did not all leave after the same collective, the communicators are not freed:
         other ranks may still use them.
         """
+        # A message left there could be delivered to a later communicator of the same identity.
         if not self.is_drained():
             return False
         if self._is_in_good_order():
@@ -222,9 +235,9 @@ class Group:
             # Get_elements, because a count of a long message may overflow a C int.
             buffer = np.empty(status.Get_elements(byte), np.uint8)
             request = post_bytes(self.mpi, message.Irecv, buffer)
-            Message([request], self.in_flight, buffer)
+            MessageRequest([request], self.in_flight, buffer)
             self.mail.taken[status.Get_source()] += 1
         if any(self.mail.taken[rank] != sent for rank, (_, sent) in self._notices.items()):
             return False
-        messages = [request for request in self.in_flight if isinstance(request, Message)]
+        messages = [request for request in self.in_flight if isinstance(request, MessageRequest)]
         return sum(not request.test() for request in messages) == 0

@@ -20,15 +20,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpishard.base import Array, is_device_array
-from mpishard.communication.contract.arena import NOWHERE, Places
+from mpishard.communication.contract.arena import NOWHERE, Locations
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
 
 INLINE_BYTES = 128
 """Most bytes of an array that travels in the header, and so needs no second exchange."""
@@ -37,36 +41,36 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Most bytes that each rank sends."""
 
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
-# The header of a larger array is followed by its flags and, if it is shared, by its places.
-_SHARED, _ON_DEVICE, _DEALT = 1, 2, 4
-_PLACES = struct.Struct("=B4q")
+# The header of a larger array is followed by its flags and, if it is shared, by its locations.
+_SHARED, _ON_DEVICE, _SENT = 1, 2, 4
+_LOCATIONS = struct.Struct("=B4q")
 
 
 def make_row(
     call: Call,
     payload: Array | None = None,
-    places: Places = NOWHERE,
+    locations: Locations = NOWHERE,
     *,
-    is_dealt: bool = False,
+    is_sent: bool = False,
 ) -> bytes:
     """Return the row of one rank: up to `ROW_BYTES` bytes.
 
     A ``payload`` of up to `INLINE_BYTES` travels in the row. For a larger one the row has flags,
-    and its ``places``: where it and the result lie in memory that the node's ranks share.
-    ``is_dealt`` says that its data are in the channel already.
+    and its ``locations``: where it and the result lie in memory that the node's ranks share.
+    ``is_sent`` says that its data are in the channel already.
     """
     content = b""
     if payload is not None:
         if payload.nbytes <= INLINE_BYTES:
             content = payload.tobytes()
         else:
-            flags = _DEALT if is_dealt else 0
+            flags = _SENT if is_sent else 0
             if type(payload) is not np.ndarray and is_device_array(payload):
                 flags |= _ON_DEVICE
-            if places == NOWHERE:
+            if locations == NOWHERE:
                 content = bytes((flags,))
             else:
-                content = _PLACES.pack(flags | _SHARED, *places[0], *places[1])
+                content = _LOCATIONS.pack(flags | _SHARED, *locations[0], *locations[1])
     return _HEADER.pack(call.sequence, call.description) + content
 
 
@@ -85,6 +89,8 @@ class Headers:
 
     def __init__(self, rows: Sequence[bytes], own: Call, rank: int) -> None:
         self._rows = rows
+        # The usual case is that all rows begin alike, which is compared as bytes without decoding
+        # any.
         header = rows[rank][:HEADER_BYTES]
         self.identical = True
         """Whether all ranks called the same."""
@@ -114,23 +120,23 @@ class Headers:
         An array that came with its header counts as none of these. An array is shared if it or its
         result lies in shared memory.
         """
-        some, every = 0, _DEALT
+        some, every = 0, _SENT
         for rank, row in enumerate(self._rows):  # half the time of zip()
             flags = row[HEADER_BYTES] if self.calls[rank].nbytes > INLINE_BYTES else 0
             some |= flags
             every &= flags
         return bool(some & _SHARED), bool(some & _ON_DEVICE), bool(every)
 
-    def places(self) -> list[Places]:
-        """Return the places of each rank's array and result."""
-        places: list[Places] = []
+    def locations(self) -> list[Locations]:
+        """Return the locations of each rank's array and result."""
+        locations: list[Locations] = []
         for row, call in zip(self._rows, self.calls, strict=True):
             where = NOWHERE
             if call.nbytes > INLINE_BYTES and row[HEADER_BYTES] & _SHARED:
-                _, *numbers = _PLACES.unpack_from(row, HEADER_BYTES)
+                _, *numbers = _LOCATIONS.unpack_from(row, HEADER_BYTES)
                 where = (numbers[0], numbers[1]), (numbers[2], numbers[3])
-            places.append(where)
-        return places
+            locations.append(where)
+        return locations
 
     def integers(self, count: int) -> list[list[int]]:
         """Return the ``count`` int64 values that each rank sent in its header."""
@@ -176,7 +182,9 @@ class PostedMessage(Pending):
 
     __slots__ = ("_buffer",)
 
-    def __init__(self, request: Any, in_flight: set[Pending], row: bytes, buffer: Array) -> None:
+    def __init__(
+        self, request: Request, in_flight: set[Pending], row: bytes, buffer: Array
+    ) -> None:
         super().__init__([request], in_flight, row)
         self._buffer = buffer
 
@@ -199,13 +207,14 @@ class MessageExchange:
         Requests under way.
     """
 
-    def __init__(self, mpi: Any, headers: Any, data: Any, in_flight: set[Pending]) -> None:
+    def __init__(self, mpi: ModuleType, headers: Comm, data: Comm, in_flight: set[Pending]) -> None:
         self._byte = mpi.BYTE
         self._headers, self._data = headers, data
         self._in_flight = in_flight
 
     def post(self, row: bytes) -> PostedMessage:
         """See `RingExchange`."""
+        # An all-gather needs rows of one length; in rings only the bytes of the row are written.
         row = row.ljust(ROW_BYTES, b"\0")
         rows = np.empty((self._headers.Get_size(), ROW_BYTES), np.uint8)
         request = self._headers.Iallgather([row, ROW_BYTES, self._byte], rows)
@@ -240,6 +249,7 @@ class RingExchange:
 
     def __init__(self, memory: Array, rank: int, ranks: int) -> None:
         self._rank = rank
+        # A memoryview, because reading one element of a NumPy array takes longer.
         self._bytes = memory.data
         self._numbers = self._bytes.cast("q")
         self._last = 0
@@ -295,9 +305,11 @@ class RingExchange:
                 if numbers[mark] < number:
                     return
             rows = [bytes(memory[place]) for place in self._rows[number % SLOTS]]
+            # This rank's own row does not pass through memory.
             rows.insert(self._rank, posted.row)
             posted.rows, posted.done = rows, True
             self._posted.popleft()
+            # After the rows are copied: from then on the others may write their slots again.
             numbers[self._read] = number
 
     def _send(self) -> None:

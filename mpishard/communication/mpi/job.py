@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mpishard.base import (
     CollectiveMismatchError,
@@ -25,11 +26,19 @@ from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.contract.work import Session
-from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
+from mpishard.communication.failure.abort import (
+    EXIT_LIMIT,
+    Termination,
+    flush_output,
+    print_to_stderr,
+)
 from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
 _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
@@ -38,7 +47,7 @@ _FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
 IN_INIT = "in init() for the other ranks to call it"
 
 
-class Job:
+class MPIJob:
     """One root world of this process, with every world that was split off it.
 
     Parameters
@@ -53,7 +62,7 @@ class Job:
         Whether its ranks go on if another is gone.
     """
 
-    def __init__(self, mpi: Any, comm: Any, kind: str, *, survives: bool = False) -> None:
+    def __init__(self, mpi: ModuleType, comm: Comm, kind: str, *, survives: bool = False) -> None:
         self._comm, self._kind, self._survives = comm, kind, survives
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
@@ -61,7 +70,7 @@ class Job:
         self.session = Session(self.rank)
         """The state that this rank's worlds share, and the error of a broken one."""
         self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
-        self.ending = Ending(self.rank, self.world_size, self.statuses, self._finish_traces)
+        self.ending = Termination(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
         """The lost ranks, which this rank outlives; None if it ends with them."""
@@ -83,6 +92,7 @@ class Job:
         mpi, comm, survives = self.mpi, self._comm, self._survives
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
+        # Tests divide one machine into several nodes by a setting.
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
         on_failure = "shrink" if survives else "abort"
         mine = {**settings.alike(), "on_failure": on_failure, "backend": self._kind}
@@ -93,6 +103,7 @@ class Job:
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")
         usable = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+        # Launchers bind ranks to cores or let them share all, so that counting cores is not enough.
         cores = node.allgather(set(usable))
         self.cores_per_rank = _cores_per_rank(usable, cores)
         """Number of cores for this rank: its share of those on which it may run."""
@@ -139,16 +150,18 @@ class Job:
 
     def tidy(self) -> None:
         """Leave the worlds whose backend is no longer referenced; free those that all have left."""
+        # Not by a finalizer: Python's garbage collector may run on another thread or inside a call
+        # of MPI.
         for group, reference in list(self._groups.items()):
             if reference() is None:
                 group.leave()
             if group.has_left() and group.free():
                 del self._groups[group]
 
-    def stir(self) -> None:
+    def progress_mpi(self) -> None:
         """Let MPI progress the operations under way in any world."""
         for group in self._groups:
-            group.stir()
+            group.progress_mpi()
 
     # ------------------------------------------------------------------------------------ ends
 
@@ -185,20 +198,20 @@ class Job:
         start = time.monotonic()
         while sum(not group.has_left() for group in groups):
             self.session.progress()
-            self.stir()
+            self.progress_mpi()
             # Limited by time and not by count: on a busy machine a hundred yields take seconds.
             if time.monotonic() - start < _SPIN_SECONDS:
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
-            self.look("for the others to leave")
+            self.check_losses("for the others to leave")
             if any(group.is_cut_off for group in groups):
                 break
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and sends nothing any more
         for _, calls, last in self._pending_calls():
             for call in [call for call, _ in calls if call.sequence > last][:1]:
-                say(
+                print_to_stderr(
                     f"mpishard: {self.ending.name} has left {call.name} called at {call.place}: "
                     "other ranks left without it, and nobody waited for its result"
                 )
@@ -213,7 +226,7 @@ class Job:
             ]
         ) and time.monotonic() < deadline:
             self.session.progress()
-            self.stir()
+            self.progress_mpi()
             yield_processor()
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
@@ -232,9 +245,9 @@ class Job:
             calls = [(work.awaited, work.done) for work in works if isinstance(work.awaited, Call)]
             yield group, calls, min(group.departures().values(), default=group.sequence)
 
-    # ------------------------------------------------------------------------ where a rank is gone
+    # ---------------------------------------------------------------------------------- lost ranks
 
-    def look(self, where: str) -> None:
+    def check_losses(self, where: str) -> None:
         """Raise `PeerError` if ranks outlive each other and one is gone."""
         if self.ulfm is not None and (loss := self.ulfm.find_loss(where)):
             self.session.broken = loss
@@ -305,8 +318,9 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
+def _launched_ranks(mpi: ModuleType, comm: Comm) -> list[int]:
     """Return the number in ``COMM_WORLD`` of each rank of ``comm``, without communication."""
+    # Groups are local objects, so this needs no communication, which could hang before `meet`.
     ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     ranks: list[int] = mpi.Group.Translate_ranks(ours, None, all_of_launcher)
     ours.Free()

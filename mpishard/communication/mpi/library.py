@@ -1,6 +1,6 @@
 """The MPI library of this process, loaded and started for the first backend, and its launcher.
 
-Only this module imports mpi4py.
+Only this module imports mpi4py; others import its types for the type checker alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from mpishard.base import MPIUnavailableError, settings
 from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
+
+if TYPE_CHECKING:
+    from mpi4py import Rc
 
 _POLL_SECONDS = 0.1  # between two looks of the main thread at a call of another thread
 START_SECONDS = 10.0
@@ -30,6 +33,8 @@ _SHARED = "/dev/shm"  # noqa: S108 - memory, and not a place for temporary files
 _SHARED_BY_RANK = 8 * 2**20
 _LEAST_SHARED = 20 * 2**20
 _DESCRIPTORS = 13
+
+Result = TypeVar("Result")
 
 _finalizes: list[bool] = []
 """Whether MPI is to end with this process; empty if this module did not start it."""
@@ -64,6 +69,7 @@ def load_mpi() -> ModuleType:
         If mpi4py or the MPI library that it needs is not installed.
     """
     try:
+        # Alone a process waits for no other, so mpi4py may start MPI as it always does.
         launched = settings.pmix_launcher() or (settings.launched_world_size() or 1) > 1
         if launched and "mpi4py.MPI" not in sys.modules:
             return _start_under_watch()
@@ -88,7 +94,7 @@ def _start_under_watch() -> ModuleType:
     """
     import mpi4py
 
-    rc = mpi4py.rc
+    rc: Rc = mpi4py.rc
     wanted, ends = rc.initialize, rc.finalize
     # mpi4py does not finalize MPI either: it would do so in a process that a rank forked, too,
     # which would be stuck for ever.
@@ -116,7 +122,7 @@ def _start_under_watch() -> ModuleType:
     return MPI
 
 
-def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
+def call_uninterrupted(mpi: ModuleType, call: Callable[[], Result]) -> Result:
     """Return ``call()``, which no exception of a signal handler interrupts.
 
     Python runs signal handlers only on the main thread, so another thread makes the call. An
@@ -125,8 +131,9 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         return call()
+    # Locks and no Event or Thread: those run Python code in which a signal's exception may strike.
     begun, over = threading.Lock(), threading.Lock()
-    results: list[Any] = []
+    results: list[Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -138,25 +145,25 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
             over.release()
 
     over.acquire()
-    struck: BaseException | None = None
+    interruption: BaseException | None = None
     try:
         _thread.start_new_thread(run, ())
     except BaseException as error:
         if begun.acquire(blocking=False):
             raise  # the thread, if it was started, now makes no call
-        struck = error
+        interruption = error
     while not results and not errors:
         try:  # has a loop of its own, because handlers also run when a loop begins again
             while not results and not errors:
                 over.acquire(timeout=_POLL_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised below
-            struck = error
-    if struck is not None or errors:
-        raise struck or errors[0]
+            interruption = error
+    if interruption is not None or errors:
+        raise interruption or errors[0]
     return results[0]
 
 
-def finalize_mpi(mpi: Any, process: int) -> None:
+def finalize_mpi(mpi: ModuleType, process: int) -> None:
     """Finalize MPI at the end of the process that started it, but not of a process it forked."""
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
         flush_output()  # before MPI waits for other ranks, and this one may be killed
@@ -168,7 +175,7 @@ def finalize_mpi(mpi: Any, process: int) -> None:
             mpi.Finalize()
 
 
-def _initialize(mpi: Any, rc: Any) -> None:
+def _initialize(mpi: ModuleType, rc: Rc) -> None:
     """Call MPI_Init_thread as mpi4py does, but without Python's lock."""
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     try:
@@ -226,6 +233,7 @@ def _short_descriptors(ranks: int) -> str:
         used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
     except OSError:  # not Linux
         return ""
+    # The soft limit: it counts unless the process itself raises it.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = used + _DESCRIPTORS + ranks
     if limit == resource.RLIM_INFINITY or limit >= needed:
@@ -301,6 +309,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     MPIUnavailableError
         Naming the library, the launcher and the fix.
     """
+    # PMIx sets no size; a rank above 0 shows that there are several processes.
     launched = settings.launched_world_size() or settings.pmix_rank() + 1
     if world_size > 1 or launched <= 1:
         return

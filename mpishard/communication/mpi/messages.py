@@ -12,7 +12,8 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,10 @@ from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+    from mpi4py.MPI import Message as MPIMessage
+
 Bytes = npt.NDArray[np.uint8]
 
 _LARGE_BYTES = 1 << 30  # a length above 2^31 - 1 would overflow MPI's C int
@@ -43,7 +48,9 @@ _TOGETHER_BYTES = 4096  # most bytes of data that go with the head: one message 
 _DATA_TAGS = settings.MAXIMUM_TAG + 1
 
 
-def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> Any:
+def post_bytes(
+    mpi: ModuleType, post: Callable[..., Request], buffer: Array, *where: int
+) -> Request:
     """Return the request of ``post``, such as ``Isend``, for all of ``buffer`` as one message.
 
     A large buffer is sent as one element of a datatype of that many bytes, made of blocks, because
@@ -71,7 +78,7 @@ class Pending(Waitable):
 
     __slots__ = ("_in_flight", "_keep", "_requests")
 
-    def __init__(self, requests: list[Any], in_flight: set[Pending], *keep: object) -> None:
+    def __init__(self, requests: list[Request], in_flight: set[Pending], *keep: object) -> None:
         self._requests = requests
         self._in_flight = in_flight
         self._keep = keep
@@ -113,6 +120,7 @@ class ScratchPool:
     def take(self, nbytes: int) -> Bytes:
         """Take a buffer of at least ``nbytes`` out of the pool, until `give`."""
         if self._free:
+            # The largest, which is last: lengths mostly repeat, so that it fits.
             best = self._free.pop()
             if best.size >= nbytes:
                 return best  # a buffer that is too small is dropped for a larger one
@@ -145,7 +153,9 @@ class MessageChannel:
     ROUND_BYTES = 1 << 23
     """Number of bytes, about, that a rank receives in one round of a reduction."""
 
-    def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending], reducer: TreeReducer) -> None:
+    def __init__(
+        self, mpi: ModuleType, comm: Comm, in_flight: set[Pending], reducer: TreeReducer
+    ) -> None:
         self._mpi, self._comm = mpi, comm
         self._rank: int = comm.Get_rank()
         self._world_size: int = comm.Get_size()
@@ -169,12 +179,12 @@ class MessageChannel:
         operation: ReductionOperation,
         piece: Array,
         *,
-        is_dealt: bool = False,
+        is_sent: bool = False,
     ) -> Steps:
         """Send ``parts[r]`` to rank r; combine the received parts and this rank's into ``piece``.
 
-        ``piece`` may be this rank's own part. ``is_dealt`` says that all ranks have sent the parts
-        by `deal`.
+        ``piece`` may be this rank's own part. ``is_sent`` says that all ranks have sent the parts
+        by `send_early`.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -194,7 +204,7 @@ class MessageChannel:
         if not on_device:
             self._pool.give(buffer)
 
-    def deal(self, parts: Sequence[Array]) -> bool:
+    def send_early(self, parts: Sequence[Array]) -> bool:
         """Send the parts of the next `reduce` before its headers; return whether they were sent.
 
         Messages are not sent early, because MPI requires one order of messages on all ranks.
@@ -210,12 +220,12 @@ class MessageChannel:
 
         All arrays lie on one device.
         """
-        # Before anything is posted: the GPU may still write to what is sent, and CuPy gives memory
+        # Before anything is posted: the GPU may still write to the arrays, and CuPy gives memory
         # that a kernel still reads to the next array, which may be one to receive.
         synchronize(outgoing[self._rank])
         # In flight before anything is posted, so that an exception between two posts frees no
         # memory that MPI uses.
-        requests: list[Any] = []
+        requests: list[Request] = []
         pending = Pending(requests, self._in_flight, outgoing, incoming)
         for rank in range(self._world_size):
             # Receives are posted first, because MPI has to buffer a message without a receive.
@@ -261,7 +271,7 @@ def _as_bytes(array: Array) -> Array:
     return array.view(np.uint8)
 
 
-class Message(Pending):
+class MessageRequest(Pending):
     """A request of point to point. Its other half is posted at the end of the world at latest."""
 
     __slots__ = ()
@@ -279,7 +289,7 @@ class Incoming:
         self.nbytes = self.size * self.dtype.itemsize
         self.data: Bytes | None = None
         """Its elements as bytes; None if they travel apart and no memory is allocated yet."""
-        self.pending: Message | None = None
+        self.pending: MessageRequest | None = None
         """The request for its data, if they travel apart."""
         if self.nbytes <= _TOGETHER_BYTES:
             self.data = buffer[_HEAD_BYTES : _HEAD_BYTES + self.nbytes].copy()
@@ -298,7 +308,7 @@ class Messages:
         Requests under way.
     """
 
-    def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending]) -> None:
+    def __init__(self, mpi: ModuleType, comm: Comm, in_flight: set[Pending]) -> None:
         self._mpi, self._comm = mpi, comm
         self._in_flight = in_flight
         self._waiting: deque[Pending] = deque()  # copies that MPI has not taken yet
@@ -321,6 +331,7 @@ class Messages:
     def post(self, array: Array, destination: int, tag: int) -> list[Pending]:
         """Send ``array``, which must not change until the returned requests are complete."""
         host = to_host(array)
+        # Of one length, so that a receiver knows where the data begin.
         head = np.zeros(_HEAD_LENGTH, np.int64)
         head[:3] = DTYPES.index(host.dtype), is_device_array(array), host.ndim
         head[3 : 3 + host.ndim] = host.shape
@@ -333,12 +344,12 @@ class Messages:
             self._isend(data, destination, _DATA_TAGS + tag),
         ]
 
-    def _isend(self, data: Any, destination: int, tag: int) -> Pending:
+    def _isend(self, data: Bytes, destination: int, tag: int) -> Pending:
         request = post_bytes(self._mpi, self._comm.Isend, data, destination, tag)
         # A rank that leaves sends this number to the receiver, which takes as many messages before
         # it frees the communicator.
         self.sent[destination] += 1
-        return Message([request], self._in_flight, data)
+        return MessageRequest([request], self._in_flight, data)
 
     def reap(self) -> None:
         """Release the copies that MPI has sent."""
@@ -380,22 +391,25 @@ class _Probe(Waitable):
         self._source = source
         self._tag = tag
         self._status = messages._mpi.Status()
-        self._message: Any = None
+        self._message: MPIMessage | None = None
 
     def test(self) -> bool:
+        # A matched probe takes the message out of MPI's queue, so it is called once only.
         if self._message is None:
             self._message = self._messages._comm.Improbe(self._source, self._tag, self._status)
         return self._message is not None
 
-    def read_into(self, buffer: Bytes) -> Message:
+    def read_into(self, buffer: Bytes) -> MessageRequest:
         """Begin to receive the message into ``buffer``, which has its size."""
+        assert self._message is not None
         messages = self._messages
         messages.taken[self._source] += 1
         request = post_bytes(messages._mpi, self._message.Irecv, buffer)
-        return Message([request], messages._in_flight, buffer)
+        return MessageRequest([request], messages._in_flight, buffer)
 
     def read(self) -> Bytes:
         """Return the bytes of the message, which is short."""
+        assert self._message is not None
         byte = self._messages._mpi.BYTE
         buffer = np.empty(self._status.Get_count(byte), np.uint8)
         self._message.Recv([buffer, buffer.size, byte])

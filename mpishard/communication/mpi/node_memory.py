@@ -13,7 +13,8 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.messages import Pending
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
 _NONCE_BYTES = 16
 _PATH_BYTES = 112  # fixed, because an all-gather needs rows of one length
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -30,7 +34,7 @@ _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _log = logging.getLogger("mpishard")
 
 
-class _Rows(NamedTuple):
+class _RowViews(NamedTuple):
     """Rows of all ranks as arrays of one dtype."""
 
     whole: list[Array]
@@ -46,8 +50,8 @@ class RowChannel:
     Each rank of a group has two rows of that memory. It alone writes them, and it takes them in
     turn, so it has passed a fence since the others read the row that it writes. In a round every
     rank copies the data for the others to its row; after a fence each reads from the others' rows.
-    Data that were dealt before their header need no fence. A rank deals early only if all its
-    earlier collectives have ended, so its header implies that it has read all rows.
+    Data that were written before their header need no fence. A rank writes them early only if all
+    its earlier collectives have ended, so its header implies that it has read all rows.
 
     Parameters
     ----------
@@ -73,7 +77,8 @@ class RowChannel:
         fence: Callable[[], Waitable],
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
-        self._views: dict[tuple[int, DType], _Rows] = {}
+        # Kept, because to make the views of each round takes longer than to copy small data.
+        self._views: dict[tuple[int, DType], _RowViews] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so is aligned for every dtype.
@@ -95,12 +100,12 @@ class RowChannel:
         operation: ReductionOperation,
         piece: Array,
         *,
-        is_dealt: bool = False,
+        is_sent: bool = False,
     ) -> Steps:
         """See `MessageChannel`."""
         own = parts[self._rank]
-        if not is_dealt:
-            self.deal(parts)
+        if not is_sent:
+            self._write_row(parts)
             yield self._fence()
         contributions = [slot[: own.size] for slot in self._take(own.dtype)]
         contributions[self._rank] = own
@@ -108,7 +113,7 @@ class RowChannel:
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
-        self.deal(outgoing)
+        self._write_row(outgoing)
         yield self._fence()
         for other, slot in enumerate(self._take(outgoing[0].dtype)):
             if other != self._rank:
@@ -130,12 +135,16 @@ class RowChannel:
         ranks = range(self._sets.shape[1])
         yield from self.spread([array if rank == root else array[:0] for rank in ranks])
 
-    def deal(self, parts: Sequence[Array]) -> bool:
-        """See `MessageChannel`: copy ``parts[r]`` to the slot of rank r in this rank's row."""
+    def send_early(self, parts: Sequence[Array]) -> bool:
+        """See `MessageChannel`."""
+        self._write_row(parts)
+        return True
+
+    def _write_row(self, parts: Sequence[Array]) -> None:
+        """Copy ``parts[r]`` to the slot of rank r in this rank's next row."""
         for other, slot in enumerate(self._next_rows(parts[0].dtype).outgoing):
             if other != self._rank:
                 slot[: parts[other].size] = parts[other]
-        return True
 
     def _take(self, dtype: DType) -> list[Array]:
         """Return the slots of all rows that are meant for this rank, and end the round."""
@@ -143,7 +152,7 @@ class RowChannel:
         self._turn = 1 - self._turn
         return slots
 
-    def _next_rows(self, dtype: DType) -> _Rows:
+    def _next_rows(self, dtype: DType) -> _RowViews:
         """Return the ranks' rows in the set that is next in turn, as arrays of ``dtype``."""
         # Two sets, because with one a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn
@@ -153,12 +162,14 @@ class RowChannel:
             slots = [row[: len(whole) * self.bytes_each].view(dtype) for row in self._sets[turn]]
             slots = [row.reshape(len(whole), -1) for row in slots]
             incoming = [row[self._rank] for row in slots]
-            rows = self._views[turn, dtype] = _Rows(whole, list(slots[self._rank]), incoming)
+            rows = self._views[turn, dtype] = _RowViews(whole, list(slots[self._rank]), incoming)
             self.scratch_bytes = 2 * self.ROW_BYTES
         return rows
 
 
-def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
+def share_memory(
+    mpi: ModuleType, comm: Comm, in_flight: set[Pending], first: int, nbytes: int
+) -> Steps:
     """Make zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
     Collective over ``comm``; the steps never block. A page is allocated in the NUMA domain of the
@@ -187,6 +198,7 @@ def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbyte
         return None
     memory, error = yield from _map(comm, in_flight, first, nbytes)
     failed, any_failed = np.array([memory is None], np.int32), np.empty(1, np.int32)
+    # All ranks use the memory or none does, because a channel is common to all.
     request = comm.Iallreduce(failed, any_failed, op=mpi.MAX)
     yield Pending([request], in_flight, failed, any_failed)
     if isinstance(error, OSError) and error.errno in _USED_UP:
@@ -214,7 +226,7 @@ def at_once(steps: Steps) -> Any:
             yield_processor()
 
 
-def _map(comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
+def _map(comm: Comm, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
     """Map the file that rank ``first`` of a node makes on all ranks of the node.
 
     The file begins with a random nonce, by which ranks recognise it, because the same path may be

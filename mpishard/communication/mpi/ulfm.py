@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +26,10 @@ from mpishard.base import MPIUnavailableError, PeerError, settings
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 
-_STIRS = 16  # calls after which Open MPI has read the notices of its launcher
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+
+_PROGRESS_CALLS = 16  # calls after which Open MPI has read the notices of its launcher
 _LEARN_SECONDS = 1.0  # for MPI to name the lost rank after an error that names none
 _UNNOTICED_SECONDS = 2.0  # after which the watchdog takes it that MPI overlooks a loss
 
@@ -53,7 +57,7 @@ def check_survivable(library_version: str) -> None:
         )
 
 
-def is_loss(mpi: Any, error: Exception) -> bool:
+def is_loss(mpi: ModuleType, error: Exception) -> bool:
     """Return whether ``error`` means that a rank is lost, or that others left this world."""
     # INTERN is raised by a non-blocking collective that was under way, and IN_STATUS by a test of
     # several messages at once.
@@ -73,12 +77,13 @@ class Ulfm:
         The root world. The constructor is collective over it.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: ModuleType, comm: Comm) -> None:
         # Communicators that are made of these inherit the error handler.
         for given in (mpi.COMM_WORLD, mpi.COMM_SELF, comm):
             given.Set_errhandler(mpi.ERRORS_RETURN)
         self._mpi = mpi
         self._comm = comm.Dup()
+        # The group before any loss, in which the numbers of lost ranks are looked up.
         self._members = comm.Get_group()
         self._rank, self._world_size = comm.Get_rank(), comm.Get_size()
         self._unnoticed_since: float | None = None
@@ -87,7 +92,7 @@ class Ulfm:
         self.error: PeerError | None = None
         """The error of every call on this world, once a rank is gone."""
 
-    # ------------------------------------------------------------------------------ who is gone
+    # ------------------------------------------------------------------------------- lost ranks
 
     def find_loss(self, where: str) -> PeerError | None:
         """Return the error if a rank is lost or goes on without this world; None if none is.
@@ -116,12 +121,12 @@ class Ulfm:
             )
         return self.error
 
-    def explain(self, raised: Any, where: str) -> Exception:
+    def explain(self, raised: Exception, where: str) -> Exception:
         """Return the error of `find_loss` if MPI raised because a rank is gone; else ``raised``.
 
         MPI's own message names no rank, and for several messages no reason why one failed.
         """
-        given: Exception = raised
+        given = raised
         if not is_loss(self._mpi, raised):
             return given
         deadline = time.monotonic() + _LEARN_SECONDS
@@ -129,7 +134,9 @@ class Ulfm:
             if loss := self.find_loss(where):
                 return loss
             time.sleep(1e-3)
-        if raised.Get_error_class() == self._mpi.ERR_IN_STATUS:
+        if isinstance(raised, self._mpi.Exception) and (
+            raised.Get_error_class() == self._mpi.ERR_IN_STATUS
+        ):
             return given
         self.error = PeerError(
             f"MPI has given up this world, while rank {self._rank} waits {where}", -1
@@ -153,7 +160,7 @@ class Ulfm:
     def _learn(self) -> None:
         # On COMM_SELF, because on a revoked communicator the call fails at once, and MPI makes no
         # progress in it.
-        for _ in range(_STIRS):
+        for _ in range(_PROGRESS_CALLS):
             self._mpi.COMM_SELF.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
         self._note_lost()
 
@@ -163,13 +170,13 @@ class Ulfm:
             self.lost = sorted(self._mpi.Group.Translate_ranks(failed, None, self._members))
         failed.Free()
 
-    # -------------------------------------------------------------------------- those that are left
+    # ------------------------------------------------------------------------------ remaining ranks
 
     def revoke(self) -> None:
         """Make every wait in this world, on any rank, fail. Not collective."""
         self._comm.Revoke()
 
-    def shrink(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
+    def shrink(self, build: Callable[[Comm], None] | None, undo: Callable[[], None]) -> None:
         """Make a world of the ranks that stay. Collective over all remaining ranks.
 
         If another rank is lost meanwhile, they begin again without it.
@@ -208,9 +215,10 @@ class Ulfm:
             if flag[0]:  # well on all remaining ranks; the flag is the same on each
                 return
             undo()
+            # The next attempt begins from the smaller world, which lacks the ranks lost so far.
             base = comm
 
-    def _wait(self, request: Any) -> None:
-        backoff = Backoff(crowded=True, look=self._learn)
+    def _wait(self, request: Request) -> None:
+        backoff = Backoff(crowded=True, check=self._learn)
         while not request.Test():
             backoff.pause()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from mpishard.base import Array, Device, is_device_array, load_nccl
 from mpishard.communication.contract.call import Call
@@ -17,7 +17,10 @@ from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.nccl.channel import NCCLChannel
 from mpishard.communication.nccl.collectives import NCCLCollectives, goes_by_host
-from mpishard.communication.nccl.communicator import Communicator
+from mpishard.communication.nccl.communicator import Communicator, NCCLHandle
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
 
 _log = logging.getLogger("mpishard")
 
@@ -54,7 +57,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
 
     def __init__(
         self,
-        comm: Any = None,
+        comm: Comm | None = None,
         *,
         reductions: Reductions = "exact",
         on_failure: OnFailure = "abort",
@@ -66,7 +69,8 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         self.reductions = reductions
         self._device = Device.parse("cuda")
         self._communicators: list[Communicator] = []  # of this world and all that were split off it
-        self._split_off: Any = None  # the communicator that NCCL has split off for this group
+        # The communicator that NCCL has split off for this group.
+        self._split_off: NCCLHandle | None = None
 
     @property
     def _kind(self) -> str:
@@ -109,7 +113,7 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
         _end(self._communicators, in_good_order=False)  # they wait for the ranks that are lost
         return super()._shrink()
 
-    def _alike(self, comm: Any, on_failure: OnFailure = "abort") -> Self:
+    def _alike(self, comm: Comm, on_failure: OnFailure = "abort") -> Self:
         return type(self)(comm, reductions=self.reductions, on_failure=on_failure)
 
     # -------------------------------------------------------------------------------- collectives
@@ -150,5 +154,6 @@ class NCCLCommunicationBackend(MPICommunicationBackend):
 
 def _end(communicators: list[Communicator], *, in_good_order: bool) -> None:
     """End communicators, those of groups first."""
+    # In reverse order of their making: a group ends before the world that it was split off.
     while communicators:
         communicators.pop().end(in_good_order=in_good_order)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from mpishard.base import (
     load_cupy,
     load_nccl,
 )
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.messages import MessageChannel
-from mpishard.communication.nccl.communicator import Communicator
+from mpishard.communication.nccl.communicator import Communicator, NCCLHandle
 
 SMALL_BYTES = 1 << 16
 """Most bytes of GPU data that travel through the host, because NCCL takes longer to begin."""
@@ -62,7 +61,7 @@ class NCCLChannel(MessageChannel):
     ROUND_BYTES = 1 << 28
 
     def __init__(
-        self, group: Group, communicator: Communicator, reducer: Any, *, is_fast: bool
+        self, group: Group, communicator: Communicator, reducer: TreeReducer, *, is_fast: bool
     ) -> None:
         super().__init__(group.mpi, group.data, group.in_flight, reducer)
         self._host, self._communicator, self._is_fast = group.channel, communicator, is_fast
@@ -78,7 +77,7 @@ class NCCLChannel(MessageChannel):
         """Send and receive arrays, each with the rank of its receiver or sender, in one group."""
         nccl = load_nccl()
 
-        def post(made: Any, stream: int) -> None:
+        def post(made: NCCLHandle, stream: int) -> None:
             nccl.groupStart()
             for rank, part in sends:
                 if part.size:
@@ -91,6 +90,7 @@ class NCCLChannel(MessageChannel):
         yield from self._communicator.run(post, sends, receives)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
+        # The sum over all ranks, which is the same on each: all must choose the same way.
         if sum(part.nbytes for part in parts) <= SMALL_BYTES:
             hosts = [np.empty(part.size, part.dtype) for part in parts]
             copy_into(hosts[self._rank], parts[self._rank])
@@ -105,7 +105,7 @@ class NCCLChannel(MessageChannel):
         else:
             nccl, own = load_nccl(), near[self._rank]
 
-            def post(made: Any, stream: int) -> None:
+            def post(made: NCCLHandle, stream: int) -> None:
                 made.allGather(address(own), address(near[0]), own.nbytes, nccl.NCCL_UINT8, stream)
 
             yield from self._communicator.run(post, near)
@@ -116,7 +116,7 @@ class NCCLChannel(MessageChannel):
     def broadcast(self, array: Array, root: int) -> Steps:
         nccl, near = load_nccl(), _on_device(array)
 
-        def post(made: Any, stream: int) -> None:
+        def post(made: NCCLHandle, stream: int) -> None:
             made.broadcast(address(near), address(near), near.nbytes, nccl.NCCL_UINT8, root, stream)
 
         yield from self._communicator.run(post, near)
@@ -154,7 +154,7 @@ class NCCLChannel(MessageChannel):
         parts = [array[low : low + size] for low, size in zip(starts, sizes, strict=False)]
         result = piece if whole is None else whole
 
-        def post(made: Any, stream: int) -> None:
+        def post(made: NCCLHandle, stream: int) -> None:
             if whole is not None:
                 made.allReduce(
                     address(array), address(whole), array.size * width, kind, how, stream

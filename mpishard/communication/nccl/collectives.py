@@ -15,7 +15,7 @@ from mpishard.base import (
     is_device_array,
 )
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, CollectiveKind
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Steps
@@ -31,9 +31,9 @@ def goes_by_host(call: Call, array: Array) -> bool:
     The sizes of the other ranks' arrays, which decide how an all_gather or a broadcast travels, are
     known only from the headers.
     """
-    if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+    if call.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER):
         return int(array.nbytes) <= SMALL_BYTES
-    return call.kind not in (Kind.ALL_GATHER, Kind.BROADCAST)
+    return call.kind not in (CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
 
 
 class NCCLCollectives(Collectives):
@@ -55,6 +55,7 @@ class NCCLCollectives(Collectives):
     def _device_channel(self, headers: Headers) -> Channel:
         calls = headers.calls
         if sum(call.nbytes for call in calls) > SMALL_BYTES:
+            # Smaller arrays came with their headers, wherever they lie.
             large = [rank for rank, call in enumerate(calls) if call.nbytes > INLINE_BYTES]
             self._refuse_mixed(calls[0], {rank: headers.on_device(rank) for rank in large})
         return self._channel
@@ -96,6 +97,7 @@ class NCCLCollectives(Collectives):
         flat, result = array.reshape(-1), out.reshape(-1)
         if headers.all_inline:
             arrays = [headers.inline(rank) for rank in range(self._world_size)]
+            # Headers are in host memory, so that one copy brings all of them to the GPU.
             copy_into(result, np.concatenate(arrays))
             return out
         channel, target = self._group.channel, result

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,38 @@ from mpishard.communication.mpi.messages import Pending
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _PLACE_BYTES = 256
+
+
+class NCCLHandle(Protocol):
+    """CuPy's communicator of NCCL, as far as it is used here. The stand-in for CuPy has it, too.
+
+    Arrays are addresses in GPU memory; ``kind`` and ``how`` are NCCL's numbers of a dtype and an
+    operation.
+    """
+
+    def send(self, sent: int, count: int, kind: int, peer: int, stream: int) -> None: ...
+    def recv(self, received: int, count: int, kind: int, peer: int, stream: int) -> None: ...
+    def allGather(self, sent: int, received: int, count: int, kind: int, stream: int) -> None: ...  # noqa: N802
+    def broadcast(
+        self, sent: int, received: int, count: int, kind: int, root: int, stream: int
+    ) -> None: ...
+    def allReduce(  # noqa: N802
+        self, sent: int, received: int, count: int, kind: int, how: int, stream: int
+    ) -> None: ...
+    def reduceScatter(  # noqa: N802
+        self, sent: int, received: int, count: int, kind: int, how: int, stream: int
+    ) -> None: ...
+    def reduce(
+        self, sent: int, received: int, count: int, kind: int, how: int, root: int, stream: int
+    ) -> None: ...
+    def commSplit(self, color: int, key: int) -> NCCLHandle: ...  # noqa: N802
+    def check_async_error(self) -> None: ...
+    def destroy(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+Post = Callable[[NCCLHandle, int], None]
+"""A function that puts work on a stream, which is given by its address."""
 
 
 def _machine() -> str:
@@ -57,7 +89,7 @@ class Communicator:
         world_ranks: Sequence[int],
         device: Device,
         wait: Callable[[str], AbstractContextManager[object]],
-        made: Any = None,
+        made: NCCLHandle | None = None,
     ) -> None:
         self._group, self._world_ranks, self._device, self._wait = group, world_ranks, device, wait
         self._made = made
@@ -65,7 +97,7 @@ class Communicator:
         self._stream: Any = None
         self._is_connected = self._is_over = False
 
-    def run(self, post: Callable[[Any, int], None], *arrays: object) -> Steps:
+    def run(self, post: Post, *arrays: object) -> Steps:
         """Put work on the stream, and wait until it is done.
 
         ``post`` takes the communicator of CuPy and the address of the stream. ``arrays`` are kept
@@ -79,11 +111,13 @@ class Communicator:
         yield _Done(self, done, self._group.in_flight, *arrays)
         self._require_whole()  # work that was aborted ends, too
 
-    def _put(self, post: Callable[[Any, int], None]) -> Any:
+    def _put(self, post: Post) -> Any:
         """Put work on the stream, after that of the current stream; return the event of its end."""
+        # Events without timing are cheaper, and nobody reads their times.
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
         self._stream.wait_event(ready)
+        assert self._made is not None
         post(self._made, self._stream.ptr)
         done.record(self._stream)
         return done
@@ -93,7 +127,7 @@ class Communicator:
         if self._made is not None:
             self._made.check_async_error()
 
-    def split(self, color: int | None, key: int) -> Any:
+    def split(self, color: int | None, key: int) -> NCCLHandle | None:
         """Split it, after all its work is done; None if it was not made. Collective.
 
         Ranks of one ``color`` go together, in the order of ``key``; None joins none.
@@ -137,6 +171,7 @@ class Communicator:
         if group.rank == 0:
             row[:_ID_BYTES] = np.frombuffer(load_nccl().get_unique_id(), np.uint8)
         rows = np.empty((group.world_size, row.size), np.uint8)
+        # By MPI: NCCL has no way of its own to pass on the unique id.
         yield group.keep(group.data.Iallgather(row, rows), row, rows)
         self._refuse_shared_gpus([r[_ID_BYTES:].tobytes().rstrip(b"\0").decode() for r in rows])
         return rows[0, :_ID_BYTES].tobytes()
@@ -148,7 +183,7 @@ class Communicator:
         settings.write_default("NCCL_RUNTIME_CONNECT", "0")
         nccl, cupy, count = load_nccl(), load_cupy(), self._group.world_size
 
-        def post(made: Any, stream: int) -> None:
+        def post(made: NCCLHandle, stream: int) -> None:
             nccl.groupStart()
             for rank in range(count):
                 made.send(address(sent) + rank, 1, nccl.NCCL_UINT8, rank, stream)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from mpishard.base import (
     Array,
@@ -115,6 +115,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                         f"environment {self._environment_id!r} has {worlds[0].world_size} ranks, "
                         f"this backend was made for {self._world_size}"
                     )
+                # In any world of the id: two threads as one rank would pass one rendezvous twice.
                 if any(self._rank in world.members for world in worlds):
                     raise CommunicationError(
                         f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
@@ -136,12 +137,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         with world.lock:
             for member in self._session.worlds():
+                assert isinstance(member, InMemoryCommunicationBackend)
                 # The worlds that were split off this one end with it.
                 if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
                     within = member._joined()
                     within.members.pop(member._rank, None)
                     within.left[member._rank] = member._sequence
                     member._initialized = False
+            # Also ranks of other groups, which may wait for this rank in their own wait.
             world.wake_all()
         if len(world.left) == world.world_size:
             _forget(self._environment_id, world)
@@ -179,7 +182,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         deadline = world.clock.now() + (self._timeout or math.inf)
         with world.lock:
             world.survive(self._rank)
-            while not world.has_heirs():
+            while not world.has_successor():
                 if not world.wait(self._rank, deadline):
                     world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
@@ -188,12 +191,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                         "every rank that is left calls it"
                     )
         _forget(self._environment_id, world)
-        heir = type(self)(
-            world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
+        successor = type(self)(
+            world.successor_ranks.index(self._rank),
+            len(world.successor_ranks),
+            world.successor_name,
+            timeout=self._timeout,
         )
         stop_recording(self, world.failures[0].error("the world was given up", self._me))
-        heir.initialize()
-        return heir
+        successor.initialize()
+        return successor
 
     def _joined(self) -> World:
         self._ready()
@@ -279,7 +285,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     # ------------------------------------------------------------------------------- collectives
 
-    def _meet(self, call: Call, phase: int, value: Any, *arrays: Array) -> Steps:
+    def _meet(self, call: Call, phase: int, value: object, *arrays: Array) -> Steps:
         """Pass rendezvous number ``phase`` of a collective, and return the values of all ranks.
 
         Other ranks may read and write ``arrays`` from here on until the last rendezvous.
@@ -290,7 +296,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield rendezvous
         return rendezvous.values
 
-    def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
+    def _open(self, call: Call, value: object, *arrays: Array) -> Steps:
         """Pass the first rendezvous of a collective, and compare the ranks' calls."""
         pairs = yield from self._meet(call, 0, (call, value), *arrays)
         self._verify([peer for peer, _ in pairs])
@@ -300,8 +306,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield from self._open(call, None)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        given = yield from self._open(call, (array, self._places(array, out)), array)
-        places = [where for _, where in given]
+        given = yield from self._open(call, (array, self._locations(array, out)), array)
+        locations = [where for _, where in given]
         sizes: tuple[int, ...] = ShardLayout(int(array.size), self._world_size).sizes
         if all(
             where == NOWHERE and is_combined_whole(other.nbytes, self._world_size)
@@ -318,11 +324,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._meet(call, 1, piece, piece)
         result = out.reshape(-1)
-        out_is_shared = self.topology.results_are_shared(places)
+        out_is_shared = self.topology.results_are_shared(locations)
         for rank, other in enumerate(pieces):
             if not out_is_shared or self.topology.agent(rank) == self._rank:
                 copy_into(result[starts[rank] : starts[rank + 1]], other)
-        if out_is_shared and self.topology.arrays_are_shared(places):
+        if out_is_shared and self.topology.arrays_are_shared(locations):
             self.traffic.share_reduce(call, self.topology, sizes, array.dtype)
             self.traffic.share_gather(call, self.topology, sizes, array.dtype)
         # Wait until all have read the pieces in GPU memory, because CuPy reuses the memory of a
@@ -334,7 +340,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        given = yield from self._open(call, (array, self._places(array, out)), array)
+        given = yield from self._open(call, (array, self._locations(array, out)), array)
         start = sum(counts[: self._rank])
         mine = slice(start, start + counts[self._rank])
         xp = array_namespace(array)
@@ -355,7 +361,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        given = yield from self._open(call, (array, self._places(array, out)), array)
+        given = yield from self._open(call, (array, self._locations(array, out)), array)
         starts = list(itertools.accumulate((other.shape[0] for other, _ in given), initial=0))
         out_is_shared = self.topology.results_are_shared([where for _, where in given])
         if out is None:
@@ -381,6 +387,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
         arrays = yield from self._open(call, array, *([] if array is None else [array]))
+        # The root returns its own array, so only the others copy.
         if self._rank != root:
             sent = arrays[root]
             if array is None:
@@ -415,20 +422,22 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         values = yield from self._open(call, parts, *parts)
+        # Copies, because a sender may change its parts after the next rendezvous.
         received = [sent[self._rank].copy() for sent in values]
         yield from self._meet(call, 1, None, *received)
         return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
-        wishes = yield from self._open(call, (color, key))
+        choices = yield from self._open(call, (color, key))
         # Rank 0 makes the worlds for all, because the ranks of a color must share one object.
-        worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
+        worlds = self._joined().split(choices, call.sequence) if self._rank == 0 else None
         values = yield from self._meet(call, 1, worlds)
         if color is None:
             return None
         child: World = values[0][color]
         rank = child.global_ranks.index(self._me)
         member = type(self)(rank, child.world_size, child.name, timeout=self._timeout)
+        # `_on_initialize` looks up an environment only for a root world, and enters this one here.
         member._world, member._me = child, self._me
         member._world_ranks = child.global_ranks
         return member
@@ -469,6 +478,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if not messages:
                 del world.messages[address]
         content = message.open()
+        # The sender of a copy waits for nothing.
         if not message.is_copy:
             with world.lock:  # the sender may sleep until the message is taken
                 message.is_taken = True

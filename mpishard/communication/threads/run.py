@@ -45,10 +45,10 @@ def run_in_threads(
     world_size: int,
     fn: Callable[..., T],
     /,
-    *args: Any,
+    *args: object,
     timeout: float = settings.MEMORY_TIMEOUT,
     on_failure: report.OnFailure = "abort",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[T]:
     """Call ``fn(backend, *args, **kwargs)`` on ``world_size`` thread-ranks.
 
@@ -73,7 +73,7 @@ def run_in_threads(
     Raises
     ------
     TypeError
-        For a world size that is no integer, or what cannot be called.
+        For a world size that is no integer, or an object that cannot be called.
     ValueError
         For another world size, a negative timeout, or another ``on_failure``.
     Exception
@@ -101,6 +101,8 @@ def run_in_threads(
     if not callable(fn):
         raise TypeError(f"each rank calls a function with its backend, and {fn!r} is no function")
     report.check_on_failure(on_failure)
+    # Now, on one thread: rooms are imported when they are first used, and Python's import locks
+    # could let thread-ranks wait for each other.
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")
     error = ranks.run(lambda backend: fn(backend, *args, **kwargs))
@@ -114,6 +116,7 @@ class _ThreadRanks:
     """Threads that are the ranks of one world, from their start to their end."""
 
     def __init__(self, world_size: int, timeout: float, *, survives: bool) -> None:
+        # A new id for each call, so that worlds of nested or parallel calls stay apart.
         environment = f"threads-{next(_numbers)}"
         self.backends = [
             InMemoryCommunicationBackend(rank, world_size, environment, timeout=timeout)
@@ -121,13 +124,14 @@ class _ThreadRanks:
         ]
         self.survives = survives
         self.results: list[Any] = [None] * world_size
+        # Appended to by several threads, which a list of CPython allows without a lock.
         self.failures: list[tuple[str, BaseException]] = []
         """Each exception, after the place where it was raised."""
         self.exits: list[SystemExit] = []
         """Those of ranks that left by ``sys.exit()``, which is no failure."""
         self.threads: list[threading.Thread] = []
 
-    def run(self, body: Callable[[InMemoryCommunicationBackend], Any]) -> BaseException | None:
+    def run(self, body: Callable[[InMemoryCommunicationBackend], object]) -> BaseException | None:
         """Call ``body`` on every rank; when all have ended, return the first failure or exit."""
         self.threads = [
             threading.Thread(
@@ -154,6 +158,7 @@ class _ThreadRanks:
             raise
         finally:
             for backend in self.backends:
+                # Both: the world may have been replaced by a smaller one of another id.
                 for member in (backend, backend._newest):
                     member.clear_environment(member._environment_id)
         if len(self.failures) < (len(self.backends) if self.survives else 1):
@@ -162,6 +167,7 @@ class _ThreadRanks:
         origins = [f for f in self.failures if not isinstance(f[1], PeerError)]
         where, first = (origins or self.failures)[0]
         if len(self.backends) > 1:
+            # A note and no new exception, so that the user catches the type that was raised.
             first.add_note(f"raised {where}")
         self._name_running(first)
         return first
@@ -186,7 +192,7 @@ class _ThreadRanks:
     def _run_rank(
         self,
         backend: InMemoryCommunicationBackend,
-        body: Callable[[InMemoryCommunicationBackend], Any],
+        body: Callable[[InMemoryCommunicationBackend], object],
     ) -> None:
         current_backend.set(backend)
         try:

@@ -1,8 +1,8 @@
 """The state that the thread-ranks of a world share, guarded by one lock.
 
 A collective in memory is a chain of *rendezvous*. At a rendezvous each rank leaves a value, and
-goes on when all have arrived. Each rank sleeps on a condition variable of its own, its *bell*, so
-that the members of one group do not wake the ranks of others.
+goes on when all have arrived. Each rank sleeps on a condition variable of its own, so that the
+members of one group do not wake the ranks of others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpishard.base import (
     Array,
@@ -30,6 +30,9 @@ from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.report import short_traceback
 
+if TYPE_CHECKING:
+    from mpishard.communication.threads.backend import InMemoryCommunicationBackend
+
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 
@@ -43,7 +46,7 @@ _losses = itertools.count()
 class Rendezvous(Waitable):
     """A point that all ranks pass, with the value that each leaves there. `test` needs no lock."""
 
-    values: list[Any]
+    values: list[object]
     arrived: int = 0
 
     def test(self) -> bool:
@@ -116,13 +119,42 @@ class Failure:
 class World:
     """The state that the thread-ranks of one world share. Every field is guarded by ``lock``.
 
-    Worlds of one root share ``pages``, ``bells``, ``clock``, ``lock`` and ``failures``. So a
-    failure in any of them wakes every rank, and a report shows the activity of each rank in all.
-    ``bells`` has a condition variable of that lock for each rank of the root world.
-    ``messages`` holds those that were not received yet by (sender, receiver, tag), oldest first.
-    ``members`` are backends. ``left`` has the last collective of each rank that has left, ``lost``
-    the ranks that failed, and ``survivors`` those that wait in `shrink`. When all survivors have
-    come, ``heirs`` are the ranks of the world that replaces this one, named ``heir_name``.
+    Attributes
+    ----------
+    name : str
+        The environment id, and for a group the collectives that split it off.
+    global_ranks : tuple of int
+        The number in the root world of each rank of this world.
+    nodes : tuple of int
+        The number of the node of each rank.
+    pages : list of StatusPage or None
+        The status page of each rank of the root world. This field and ``lock``, ``conditions``,
+        ``clock`` and ``failures`` belong to all worlds of one root: a failure in one of them wakes
+        every rank, and a report shows the activity of each rank in all of them.
+    lock : RLock
+        Guards every field.
+    conditions : list of Condition
+        A condition variable of ``lock`` for each rank of the root world.
+    clock : RunningClock
+        The clock of time limits.
+    failures : list of Failure
+        The reasons why the worlds have ended, the first one first.
+    rendezvous : dict
+        Those that some ranks have not reached, by (collective, phase).
+    messages : dict
+        Messages that were not received yet, by (sender, receiver, tag), oldest first.
+    members : dict of int to backend
+        The backend of each rank that has entered this world and not left it.
+    left : dict of int to int
+        The last collective of each rank that has left.
+    lost : set of int
+        The ranks that failed.
+    survivors : set of int
+        The ranks that wait in `shrink`.
+    successor_ranks : tuple of int
+        The ranks of the world that replaces this one, once all survivors have called `shrink`.
+    successor_name : str
+        The name of that world.
     """
 
     name: str
@@ -130,17 +162,17 @@ class World:
     nodes: tuple[int, ...]
     pages: list[StatusPage | None]
     lock: threading.RLock
-    bells: list[threading.Condition]
+    conditions: list[threading.Condition]
     clock: RunningClock = field(default_factory=RunningClock)
     failures: list[Failure] = field(default_factory=list)
     rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
     messages: dict[tuple[int, int, int], deque[Message]] = field(default_factory=dict)
-    members: dict[int, Any] = field(default_factory=dict)
+    members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     survivors: set[int] = field(default_factory=set)
-    heirs: tuple[int, ...] = ()
-    heir_name: str = ""
+    successor_ranks: tuple[int, ...] = ()
+    successor_name: str = ""
 
     @classmethod
     def root(cls, name: str, world_size: int) -> World:
@@ -148,18 +180,19 @@ class World:
         pretended = ShardLayout(world_size, settings.virtual_nodes())
         nodes = number_nodes([pretended.owner(rank) for rank in range(world_size)])
         lock = threading.RLock()
-        bells = [threading.Condition(lock) for _ in range(world_size)]
-        return cls(name, tuple(range(world_size)), nodes, [None] * world_size, lock, bells)
+        conditions = [threading.Condition(lock) for _ in range(world_size)]
+        return cls(name, tuple(range(world_size)), nodes, [None] * world_size, lock, conditions)
 
-    def split(self, wishes: Sequence[tuple[int | None, int]], sequence: int) -> dict[int, World]:
+    def split(self, choices: Sequence[tuple[int | None, int]], sequence: int) -> dict[int, World]:
         """Return a new world for each color, by color; its ranks are ordered by (key, old rank).
 
-        ``wishes`` has the color and key of each rank.
+        ``choices`` has the color and key of each rank.
         """
-        shared = self.pages, self.lock, self.bells, self.clock, self.failures
+        shared = self.pages, self.lock, self.conditions, self.clock, self.failures
         worlds: dict[int, World] = {}
-        for color in {color for color, _ in wishes if color is not None}:
-            order = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
+        for color in {color for color, _ in choices if color is not None}:
+            # Equal keys keep the order of the old ranks, as in MPI.
+            order = sorted((key, rank) for rank, (c, key) in enumerate(choices) if c == color)
             ranks = tuple(self.global_ranks[rank] for _, rank in order)
             nodes = number_nodes([self.nodes[rank] for _, rank in order])
             worlds[color] = World(f"{self.name}/{sequence}.{color}", ranks, nodes, *shared)
@@ -170,7 +203,7 @@ class World:
         """Number of ranks."""
         return len(self.global_ranks)
 
-    def meet(self, sequence: int, phase: int, rank: int, value: Any) -> Rendezvous:
+    def meet(self, sequence: int, phase: int, rank: int, value: object) -> Rendezvous:
         """Leave the value of ``rank`` at a rendezvous.
 
         A rendezvous is identified by (collective, phase) and not by a running number, because ranks
@@ -197,18 +230,18 @@ class World:
         """
         left = deadline - self.clock.now()
         if left > 0:
-            self.bells[self.global_ranks[rank]].wait(min(left, READ_EVERY))
+            self.conditions[self.global_ranks[rank]].wait(min(left, READ_EVERY))
         return left > 0
 
     def wake(self, ranks: Iterable[int]) -> None:
         """Wake the threads of ``ranks`` that wait in this world or in another. Needs the lock."""
         for rank in ranks:
-            self.bells[self.global_ranks[rank]].notify_all()
+            self.conditions[self.global_ranks[rank]].notify_all()
 
     def wake_all(self) -> None:
         """Wake every rank of the root world. Needs the lock."""
-        for bell in self.bells:
-            bell.notify_all()
+        for condition in self.conditions:
+            condition.notify_all()
 
     def fail(self, rank: int, who: str, after: str, error: BaseException) -> None:
         """End the world on every rank, because ``who``, which is ``rank``, raised ``error``.
@@ -235,6 +268,7 @@ class World:
     def survive(self, rank: int) -> None:
         """Record that ``rank`` waits for the next world, and wake all ranks. Needs the lock."""
         if not self.failures:
+            # A rank that left is the likely reason; otherwise no rank is to blame.
             origin = min(self.left, default=NO_RANK)
             why = f"rank {origin} left, and " if self.left else ""
             text = f"{why}rank {rank} goes on without this world: it called shrink()"
@@ -242,15 +276,15 @@ class World:
         self.survivors.add(rank)
         self.wake_all()
 
-    def has_heirs(self) -> bool:
+    def has_successor(self) -> bool:
         """Return whether all remaining ranks wait for the next world; then set its ranks.
 
         Needs the lock.
         """
-        if not self.heirs and not self.absent():
-            self.heirs = tuple(sorted(self.survivors))
-            self.heir_name = f"{self.name}, after loss {next(_losses)}"
-        return bool(self.heirs)
+        if not self.successor_ranks and not self.absent():
+            self.successor_ranks = tuple(sorted(self.survivors))
+            self.successor_name = f"{self.name}, after loss {next(_losses)}"
+        return bool(self.successor_ranks)
 
     def records(self) -> list[RankRecord]:
         """Return one record of each rank of the root world. Needs no lock."""

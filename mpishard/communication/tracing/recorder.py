@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import numpy as np
 
@@ -55,14 +55,14 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.json"
 
 
-def first_line(about: Mapping[str, Any]) -> str:
+def first_line(about: Mapping[str, object]) -> str:
     """Return the line that opens a trace, with its format and the facts ``about`` it."""
     about = {"format": TRACE_FORMAT, "version": TRACE_VERSION, **about}
     text = encode({"displayTimeUnit": "ms", "otherData": about})
     return f'{text[:-1]},"traceEvents":[\n'
 
 
-def last_line(end: Mapping[str, Any]) -> str:
+def last_line(end: Mapping[str, object]) -> str:
     """Return the line that closes a trace, with its ``end``: reason, numbers of events."""
     return f'],"end":{encode(end)}}}\n'
 
@@ -94,11 +94,12 @@ class TraceFile:
         If the file cannot be written.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], origin: int) -> None:
+    def __init__(self, path: Path, about: Mapping[str, object], origin: int) -> None:
         self.path = path
         self._pid = about["rank"]
         self._origin = origin
         self._named: set[int] = set()
+        # Renamed when it has its first lines, so that a reader never finds an empty trace.
         temporary = path.with_name(f".{path.name}.tmp")
         self._stream: TextIO = temporary.open("w", encoding="utf-8")
         try:
@@ -119,7 +120,7 @@ class TraceFile:
         category: str,
         start: int,
         end: int,
-        arguments: Mapping[str, Any] | None,
+        arguments: Mapping[str, object] | None,
     ) -> None:
         """Append a span in row ``tid``, from ``start`` to ``end`` in nanoseconds."""
         if tid not in self._named:
@@ -148,7 +149,7 @@ class TraceFile:
         """Pass the written events to the system, so that they outlive this process."""
         self._stream.flush()
 
-    def _name(self, what: str, name: str, place: int, tid: int = 0) -> str:
+    def _name(self, what: str, name: str, place: object, tid: int = 0) -> str:
         """Return lines that name a process or a thread (``what``) and give its ``place`` in order.
 
         ``tid`` is the row, or 0 for a process.
@@ -185,7 +186,7 @@ class Recorder:
         """Messages so far, by name, group, source, destination and tag: both ends count alike."""
         self._maximum = maximum_events
         self._kept = self._dropped = 0
-        self._buffer: list[tuple[int, str, str, int, int, Mapping[str, Any] | None]] = []
+        self._buffer: list[tuple[int, str, str, int, int, Mapping[str, object] | None]] = []
         self._flushed = self.now()
         self._lock = threading.Lock()  # guards the file: another thread may call `finish`
 
@@ -195,13 +196,14 @@ class Recorder:
         name: str,
         start: int,
         end: int,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         category: str = "",
     ) -> None:
         """Keep one event, a span of time in row ``tid``.
 
         ``arguments`` may still change until the event is written.
         """
+        # The first events are kept and not the last, because a file cannot forget its beginning.
         if self._kept == self._maximum or not self.is_open:
             self._dropped += 1
             return
@@ -212,7 +214,7 @@ class Recorder:
             self.flush()
 
     @contextmanager
-    def span(self, row: Row, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    def span(self, row: Row, name: str, arguments: Mapping[str, object]) -> Iterator[None]:
         """Context whose time is recorded as an event in ``row``."""
         start = self.now()
         try:
@@ -281,23 +283,25 @@ class InFlight:
     __slots__ = ("_arguments", "_name", "_recorder", "_tid", "start")
 
     def __init__(
-        self, recorder: Recorder, name: str, arguments: dict[str, Any], sent: Array | None = None
+        self, recorder: Recorder, name: str, arguments: dict[str, object], sent: Array | None = None
     ) -> None:
         self._recorder = recorder
         self._name = name
         self._arguments = arguments
         self._tid = next(row for row in count(Row.COMMUNICATION) if row not in recorder.lanes)
+        # A row of its own for each call in flight: spans that overlap in one row cannot be drawn.
         recorder.lanes.add(self._tid)
         self.start = recorder.now()
         if sent is not None:
             self._number(sent)
 
-    def done(self, error: BaseException | None = None, result: Any = None) -> None:
+    def done(self, error: BaseException | None = None, result: Array | None = None) -> None:
         """Record that the operation is complete or, with an ``error``, has failed."""
         recorder = self._recorder
         if error is not None:
             self._arguments["error"] = type(error).__name__
-        elif self._name == "receive":  # a failed receive has taken no message, and counts none
+        # A failed receive has taken no message, and counts none.
+        elif self._name == "receive" and result is not None:
             self._number(result)
         recorder.add(self._tid, self._name, self.start, recorder.now(), self._arguments)
         recorder.lanes.remove(self._tid)
@@ -426,6 +430,7 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
         # The interpreter has stored the exception that ends the script in ``sys``.
         recorder.finish(_reason(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)))
 
+    # At exit or when the backend is dropped, so that a script need not end its trace.
     weakref.finalize(backend, finish_at_exit)
     return recorder
 

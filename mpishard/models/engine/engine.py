@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import starmap
-from typing import Any
 
 from mpishard.base import Array, Data, read_numbers
 from mpishard.communication import CommunicationBackend
@@ -84,10 +83,11 @@ class Engine:
         self.policy = policy
         self.loss = program.default_loss
         self.step_number = 0
+        # Counted apart from steps: a load or an assignment changes parameters without one.
         self.version = 0
-        self._gradient = 0  # number of the gradient in the store: see `held_gradient`
+        self._gradient = 0  # number of the gradient in the store: see `gradient_identity`
         self.record = TrainingRecord()
-        self.has_said_what_is_not_saved = False  # a black box's first checkpoint warns once
+        self.has_warned_of_unsaved_attributes = False  # a black box's first checkpoint warns once
         self.computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
@@ -95,9 +95,10 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self.config = config
-        # The first ones are kept: `lend` returns to them.
+        # The first ones are kept: `use_passes` returns to them.
         self.passes = self._first_passes = passes
         self.leaves = passes.leaves
+        # Apart from `layout`: an offloaded state is in host memory while a GPU computes.
         self._state_layout = state_layout
         # Copies parameters and gradients to the device of the state, and parameters back.
         self._stage = UpdateStage(state_layout) if self._is_on_gpu else None
@@ -125,6 +126,7 @@ class Engine:
         # A step without a gradient would have no norm, and an optimizer no state.
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
+        # Before the new layout, which asks the program for the units that nothing trains.
         self.program.freeze(names)
         # A new store of gradients, because frozen units have no memory in it.
         self._gradient += 1
@@ -136,13 +138,13 @@ class Engine:
         """The store of the gradients."""
         return self.passes.store
 
-    def lend(self, passes: Passes | None) -> None:
+    def use_passes(self, passes: Passes | None) -> None:
         """Make gradients by the passes of an optimizer, or with None by the first. Collective."""
         self.passes = passes or self._first_passes
         self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array, owners: CommunicationBackend | None = None) -> Array:
-        """Return the sum over ranks of a vector, or rows, with one place per parameter. Collective.
+        """Return the sum over ranks of a vector, or rows, with one entry per parameter. Collective.
 
         Each rank contributes its sums over the elements that it updates. An element with copies on
         several ranks counts once. ``owners`` are the ranks that update different elements, by
@@ -151,10 +153,10 @@ class Engine:
         placement = self.placement
         # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
         if not placement.is_whole:
-            counted = {held.entry.name for held in placement.slices if held.is_counted}
-            for place, entry in enumerate(placement.entries):
+            counted = {local.entry.name for local in placement.local_parameters if local.is_counted}
+            for index, entry in enumerate(placement.entries):
                 if entry.name not in counted:
-                    vector[place] = 0
+                    vector[index] = 0
         owners = owners or self.replica.owners(shards_state=self.policy.shards_state)
         return vector if owners is None else owners.all_reduce(vector, subject=self.layout.subject)
 
@@ -162,7 +164,7 @@ class Engine:
         self,
         x: Data,
         y: Data,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         *,
         sample_start: int | None = None,
         passes: Passes | None = None,
@@ -208,6 +210,7 @@ class Engine:
         inputs, targets = self.program.check_pair(x, y, self.loss)
         if passes is None:
             passes = self.passes if self.config.auto_sync_gradients else OwnPasses(self)
+        # Outside of the block below: a refused call leaves an open round as it was.
         passes.require(self)
         try:
             if self.replica.is_on_mesh:
@@ -226,6 +229,7 @@ class Engine:
         Collective. An error leaves the parameters unchanged, unless ``rule`` itself raises it.
         """
         try:
+            # Counted below, after it: the step number of a failed update would skip dropout masks.
             self.change(rule, reduced)
         except BaseException:
             self.abandon()
@@ -238,7 +242,7 @@ class Engine:
         x: Data,
         y: Data,
         rule: Rule,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         *,
         sample_start: int | None = None,
         passes: Passes | None = None,
@@ -250,6 +254,7 @@ class Engine:
         began = time.perf_counter()
         with step_span(self.step_number + 1):
             reduced = self.gradient(x, y, settings, sample_start=sample_start, passes=passes)
+            # A batch inside accumulate() is no step: it adds to no record, and publishes nothing.
             if not reduced.is_complete:
                 return reduced.report
             self.update(rule, reduced)
@@ -289,6 +294,7 @@ class Engine:
         self.replicas.require_equal("apply_gradients")
         self.round.require_none("apply_gradients()")
         placement = self.placement
+        # Frozen parameters keep their values: what the vector has for them counts in no norm.
         trained = [
             gradient[e.start : e.stop]
             for e in placement.entries
@@ -297,7 +303,7 @@ class Engine:
         norm = math.sqrt(*read_numbers([squared_norm(trained)]))
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
-        pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
+        pieces = [placement.local(gradient, p.start, p.stop) for p in self.pieces.updated]
         # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
         return Reduced(pieces, StepReport(math.nan, 1.0, norm))
 
@@ -330,11 +336,13 @@ class Engine:
 
         On a GPU they are arrays of one element, for which nobody has waited.
         """
+        # Before forward: it waits for reductions that a failed step left in the same buffers.
         gradients.begin(this)
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
-        gradients.settle()
+        # Reductions overlap with backward; the totals after this pass read their results.
+        gradients.await_reductions()
         return total, weight
 
     @property
@@ -386,20 +394,21 @@ class Engine:
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
         if self.replicas.synchronize():
-            self.program.settle(self.world)
+            self.program.share_changed_state(self.world)
             self.changed()
 
     def mark_equal(self) -> None:
         """Restart with replicas that have the same parameters. Collective."""
         self.replicas.mark_equal()
-        self.program.settle(self.world)
+        self.program.share_changed_state(self.world)
 
     @property
-    def held_gradient(self) -> tuple[int, int]:
+    def gradient_identity(self) -> tuple[int, int]:
         """Identity of the gradient in the store, as two counters.
 
         The first grows when the gradient is overwritten, the second when parameters change.
         """
+        # Both, because the gradient of a step is stale after a load as after another step.
         return self._gradient, self.version
 
     def changed(self) -> None:
@@ -427,6 +436,7 @@ class Engine:
 
     def continue_as(self, other: Engine) -> None:
         """Take the step, the record and the drift of ``other``, whose parameters were copied."""
+        # The record is copied: the next step of either model must not count in the other.
         self.step_number, self.record = other.step_number, replace(other.record)
         self.replicas.weight = other.replicas.weight
 
@@ -450,6 +460,7 @@ class Engine:
             yield self.gather()
             return
         for unit in self.program.units:
+            # A new array for each unit, because the caller may keep it.
             chunk = self.layout.device.namespace.empty(unit.length, self.layout.dtype)
             self.parameters.read(unit, chunk)
             yield chunk

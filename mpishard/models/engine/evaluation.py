@@ -37,6 +37,7 @@ def local_gradient(
             loss=loss,
             sample_start=sample_start,
         )
+        # Copies of a parameter on several stages have a part of its gradient each.
         program.finish_local(sink)
     full = sink.vector
     # The store has no memory for frozen units, but the result has zeros for them.
@@ -45,8 +46,9 @@ def local_gradient(
         full = array_namespace(full).zeros(engine.layout.length, full.dtype)
         for piece, values in zip(pieces, sink.local(pieces), strict=True):
             full[piece.start : piece.stop] = values
-    total, weight = replica.tell(*read_numbers([total, weight]))
+    total, weight = replica.share_loss(*read_numbers([total, weight]))
     full = program.vector.assemble(full, layout)
+    # An empty batch has no mean: its zeros count with weight 0 when gradients are averaged.
     if weight:
         full /= weight
     engine.computed = full, total, weight
@@ -64,12 +66,13 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     """
     if engine.computed is None:
         return None
+    # Forgotten at once: averaged twice, it would be weighted by all samples of all ranks.
     (full, loss, weight), engine.computed = engine.computed, None
-    dealt, subject = engine.replica.dealt, engine.layout.subject
-    total, total_weight = map(float, dealt.all_reduce(np.array([loss, weight]), subject=subject))
+    ranks, subject = engine.replica.sample_group, engine.layout.subject
+    total, total_weight = map(float, ranks.all_reduce(np.array([loss, weight]), subject=subject))
     # Ranks have means over different numbers of samples: each is weighted by its own.
     full *= weight
-    dealt.all_reduce(full, subject=subject)
+    ranks.all_reduce(full, subject=subject)
     if total_weight:
         full /= total_weight
     return engine.mean(total, total_weight), total_weight, full
@@ -83,6 +86,7 @@ def global_gradient(engine: Engine, x: Data, y: Data) -> tuple[float, Array]:
     engine.replica.require_one_batch(
         "compute_gradients", x, y, everywhere=True, subject=engine.layout.subject
     )
+    # Only random layers need the indices of samples, and these cost a message.
     sample_start = 0
     if engine.program.is_random:
         sample_start = engine.round.sample_start(len(inputs))
@@ -91,7 +95,9 @@ def global_gradient(engine: Engine, x: Data, y: Data) -> tuple[float, Array]:
     found = synchronize_gradient(engine)
     assert found is not None
     loss, weight, full = found
-    engine.program.settle(engine.backend)
+    # A pass in train mode has changed batch statistics, which must not differ on ranks.
+    engine.program.share_changed_state(engine.backend)
+    # The weight is a sum over ranks: all raise this, or none.
     if weight == 0:
         raise NoSampleError("no rank has a sample that counts; all weights are 0")
     return loss, full
@@ -123,7 +129,7 @@ def mean_loss(engine: Engine, x: Data, y: Data) -> tuple[float, float]:
     engine.replicas.require_equal("evaluate()")
     _, total, weight = measured(engine, x, y)
     # The loss of ranks that compute one batch together counts once.
-    own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
+    own = (total, weight) if engine.replica.reports_loss else (0.0, 0.0)
     sums = engine.world.all_reduce(np.array(own), subject=engine.layout.subject)
     total, weight = map(float, sums)
     return engine.mean(total, weight), weight

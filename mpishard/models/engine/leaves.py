@@ -6,7 +6,7 @@ the first ones. A sum over all P ranks is the same, because the others add zeros
 Sums over leaves go through the tree of `mpishard.communication.contract.reduction` over
 V slots, whatever P is: gradients in `LeafGradients`, loss and weight in `GradientLeaves`. Norms,
 which are sums over parameters, are made of the same terms in every world: see
-`mpishard.sharding.cells_of`.
+`mpishard.sharding.common_pieces`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpishard.base import Array, DType, LeafLayout, Scalar, ShardLayout, block_squares, read_numbers
+from mpishard.base import (
+    Array,
+    Data,
+    DType,
+    LeafLayout,
+    Scalar,
+    ShardLayout,
+    block_squares,
+    read_numbers,
+)
 from mpishard.communication import (
     CommunicationBackend,
     ReductionOperation,
@@ -40,7 +49,7 @@ from mpishard.observe import MemoryCategory
 from mpishard.sharding import (
     Piece,
     ShardingConfiguration,
-    cut_at_cells,
+    cut_into_common_pieces,
     numerics_fingerprint,
     refuse_with_leaves,
     reproducing_worlds,
@@ -82,8 +91,10 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
     name = f"gradient_leaves={leaves}"
     if config.communication_backend.reductions == "fast":
         refuse_with_leaves(leaves, "reductions='fast'", "choose reductions='exact'")
+    # Another number of ranks makes another number of replicas, and so other steps.
     if config.replica_size is not None:
         refuse_with_leaves(leaves, f"replica_size={config.replica_size}")
+    # Tensor ranks add up activations in an order that depends on their number.
     if model_size > 1:
         refuse_with_leaves(
             leaves,
@@ -105,6 +116,7 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
 
 
 def _check_choices(leaves: int, config: ShardingConfiguration) -> None:
+    # Asked in each step too, because these two choices may change after the model is wrapped.
     if not config.auto_sync_gradients:
         refuse_with_leaves(leaves, "auto_sync_gradients=False")
     if config.enable_gradient_compression:
@@ -128,9 +140,10 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
         )
 
 
-def say_what_may_differ(config: ShardingConfiguration, dtype: DType) -> None:
+def warn_of_other_bits(config: ShardingConfiguration, dtype: DType) -> None:
     """Warn of idle ranks, different kernels and several BLAS threads. Collective."""
     backend = config.communication_backend
+    # A warning and no refusal: the run is right, only not the same bits as elsewhere.
     mine = _fingerprint(dtype)
     differing = differences(backend, mine)
     # One warning is enough.
@@ -196,17 +209,19 @@ class GradientLeaves:
     ) -> None:
         assert config.gradient_leaves is not None
         self.count = config.gradient_leaves
+        # A tree of pairs needs 2^k ranks: with 6 ranks 4 compute, and 2 only own pieces.
         computing = LeafLayout(0, self.count, axis.world_size).computing
         self.micro_steps = self.count // computing
         self._axis, self._dtype = axis, dtype
-        # Ranks cut units, so that cells, and with them norms, depend on the units' sizes.
+        # Ranks cut units, so that common pieces, and with them norms, depend on the units' sizes.
         self._unit_size = config.minimum_parameter_group_size
         # A rank that computes nothing adds zeros to the slots of another.
         self._slots = slice(axis.rank % computing, self.count, computing)
-        self._places: dict[int, int] = {}  # start of each trained cell -> its index in a norm
+        # Start of each trained common piece -> its index in a norm.
+        self._norm_index: dict[int, int] = {}
         self._own: list[int] = []
 
-    def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
+    def cut(self, x: Data, y: Data, sample_start: int | None) -> list[tuple[Data, Data, int]]:
         """Return inputs, targets and first sample's index of this rank's leaves. Collective.
 
         Parameters
@@ -231,24 +246,24 @@ class GradientLeaves:
                 f"gradient_leaves cuts batches into slices, and a {type(x).__name__} has none"
             )
         # The ranks exchange their counts: only all of them show whether the batch is cut right.
-        told = -1 if sample_start is None else sample_start
-        counts, said = self._axis.all_gather(np.array([[len(x), told]])).T.tolist()
+        own_start = -1 if sample_start is None else sample_start
+        counts, starts = self._axis.all_gather(np.array([[len(x), own_start]])).T.tolist()
         layout = LeafLayout(sum(counts), self.count, self._axis.world_size)
         leaves = [layout.slices(rank) for rank in range(self._axis.world_size)]
         firsts = [own_leaves[0].start for own_leaves in leaves]
-        is_elsewhere = any(n not in (-1, first) for n, first in zip(said, firsts, strict=True))
+        is_elsewhere = any(n not in (-1, first) for n, first in zip(starts, firsts, strict=True))
         if counts != list(layout.sizes) or is_elsewhere:
             raise ValueError(
                 f"gradient_leaves={self.count}: of a global batch of {sum(counts)} samples the "
                 f"ranks pass {list(layout.sizes)}, those of their leaves, which begin at {firsts}; "
                 f"they were given {counts}"
-                + (f", said to begin at {said}" if is_elsewhere else "")
+                + (f", with the first at {starts}" if is_elsewhere else "")
                 + f". model.batch_indices({sum(counts)}) names the samples of a rank"
             )
-        starts = [leaf.start for leaf in leaves[self._axis.rank]]
+        own_starts = [leaf.start for leaf in leaves[self._axis.rank]]
         return [
             (x[part], None if y is None else y[part], start)
-            for part, start in zip(slices, starts, strict=True)
+            for part, start in zip(slices, own_starts, strict=True)
         ]
 
     def numerics(self) -> dict[str, str]:
@@ -259,8 +274,8 @@ class GradientLeaves:
             **_fingerprint(self._dtype),
         }
 
-    def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Cut the trained pieces into cells, and record the index of each in a norm.
+    def index_pieces(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Cut the trained pieces into common pieces, and record the index of each in a norm.
 
         Parameters
         ----------
@@ -270,32 +285,37 @@ class GradientLeaves:
         Returns
         -------
         tuple of Piece
-            ``own`` in cells: `message` takes the norms of their gradients.
+            ``own`` in common pieces: `message` takes the norms of their gradients.
         """
-        self._places = {p.start: n for n, p in enumerate(cut_at_cells(whole, self.count))}
-        mine = cut_at_cells(own, self.count)
-        self._own = [self._places[piece.start] for piece in mine]
+        self._norm_index = {
+            p.start: n for n, p in enumerate(cut_into_common_pieces(whole, self.count))
+        }
+        mine = cut_into_common_pieces(own, self.count)
+        self._own = [self._norm_index[piece.start] for piece in mine]
         return mine
 
     def message(self, parts: Sequence[tuple[Scalar, Scalar]], gradients: Sequence[Array]) -> Array:
-        """Return the rank's summands of the totals: zeros except for its own leaves and cells.
+        """Return the rank's summands of the totals: zeros except for its own leaves and pieces.
 
         Parameters
         ----------
         parts : sequence of (float, float)
             Loss sum and weight of each of its leaves.
         gradients : sequence of Array
-            Reduced gradients of the cells that `count_in` has returned.
+            Reduced gradients of the common pieces that `index_pieces` has returned.
         """
-        squares = np.zeros(len(self._places))
+        # A number for each common piece of the model: ranks add zeros for those of other owners.
+        squares = np.zeros(len(self._norm_index))
         with np.errstate(over="ignore"):
             squares[self._own] = read_numbers([block_squares(g).sum() for g in gradients])
         return np.concatenate([self._spread(parts), squares])
 
     def fold(self, message: Array) -> Sums:
         """Return loss sum, weight and squared norm from the sum of all ranks' messages."""
+        # Each slot was written by one rank: their sum over ranks in any order has the same bits.
         losses, weights, squares = np.split(message, [self.count, 2 * self.count])
         with np.errstate(over="ignore", invalid="ignore"):
+            # As many squares in the same order in every world: so their sum has the same bits.
             return _tree(losses), _tree(weights), float(squares.sum())
 
     def total(
@@ -342,7 +362,7 @@ class LeafPasses(Passes):
         pieces = super().prepare(engine, layout)
         without_gradient = engine.program.frozen_units
         every = [p for p in layout.pieces_of_all() if p.unit.index not in without_gradient]
-        counted = self.leaves.count_in(engine.program.trained(every), pieces.owned)
+        counted = self.leaves.index_pieces(engine.program.trained(every), pieces.owned)
         return replace(pieces, counted=counted)
 
     def require(self, engine: Engine) -> None:
@@ -351,9 +371,15 @@ class LeafPasses(Passes):
         _check_choices(self.leaves.count, engine.config)
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: Data,
+        y: Data,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         batches = self.leaves.cut(x, y, sample_start)
+        # Every rank makes as many passes, with empty leaves too: each of them is a reduction.
         for number, (inputs, targets, start) in enumerate(batches, start=1):
             self.run(engine, inputs, targets, start, is_last=number == len(batches))
         return self.reduced(engine, engine.round.read()[0], settings)
@@ -366,7 +392,7 @@ class LeafPasses(Passes):
             "put those modules in eval mode, replace them, or give gradient_leaves=None",
         )
 
-    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Sums:
+    def totals(self, engine: Engine, loss: float | Array, settings: Mapping[str, object]) -> Sums:
         round_, counted = engine.round, self.store.owned(engine.pieces.counted)
         message = self.leaves.message(round_.parts, counted)
         return round_.totals(message, loss, settings, engine.step_number + 1, self.leaves.fold)
@@ -402,8 +428,10 @@ class LeafGradients(WrappedGradients):
         self._is_last = this.is_last
         if this.is_first:
             self._done = 0
+            # An error may have ended the last round with sums still waiting at their levels.
             self._free += self._waiting
             self._waiting.clear()
+        # For the inner store each leaf is a round of its own, which is reduced at once.
         self._inner.begin(BackwardPass(is_first=True, is_last=True))
 
     @property
@@ -411,8 +439,8 @@ class LeafGradients(WrappedGradients):
         """False: the micro-batches of a leaf are added on the rank that computes it."""
         return False
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def await_reductions(self) -> None:
+        self._inner.await_reductions()
         own = self._inner.own_sums()
         total, carry = own, self._done
         # A binary counter of leaves: two sums of equally many leaves become one, as in the tree of

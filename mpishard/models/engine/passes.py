@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpishard.base import Array, NoSampleError, read_numbers
+from mpishard.base import Array, Data, NoSampleError, read_numbers
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
@@ -61,7 +61,7 @@ class Passes:
     """Passes on each rank's samples, whose gradients are summed over all ranks.
 
     A subclass sums otherwise: in leaves, over fewer ranks, or with an exchange between replicas. An
-    optimizer may lend the engine its own (`Engine.lend`).
+    optimizer may give the engine its own (`Engine.use_passes`).
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Passes:
     leaves : GradientLeaves or None
         Leaves of a batch, if its gradient is summed in these.
     user : str or None
-        Class of the optimizer that has lent these passes.
+        Class of the optimizer that made these passes.
     is_late : bool
         Whether the gradients are those of an earlier step.
     are_exact : bool
@@ -90,6 +90,7 @@ class Passes:
     are_exact = True
 
     def __init__(self, make_store: Callable[[StoreLayout], GradientStore]) -> None:
+        # Kept, because a change of the frozen parameters needs a store with other units.
         self._make_store = make_store
 
     def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
@@ -105,7 +106,12 @@ class Passes:
         engine.replicas.require_equal("a synchronised step")
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: Data,
+        y: Data,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         """Return the gradient of a checked batch: see `Engine.gradient`."""
         round_ = engine.round
@@ -114,12 +120,14 @@ class Passes:
         loss, weight = self.run(engine, x, y, sample_start, is_last=not round_.accumulates)
         if not round_.accumulates:
             return self.reduced(engine, loss, settings)
+        # Totals also in a pass that only adds: a rank that left accumulate() is found before the
+        # next reduction, which it would not join.
         message = [*read_numbers([loss, weight]), 0.0]
         total, total_weight, _ = round_.totals(message, loss, settings, engine.step_number + 1)
         return Reduced((), StepReport(engine.mean(total, total_weight), total_weight, None))
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: Data, y: Data, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         """Run a pass that adds to the round, and in the last one reduces; return loss and weight.
 
@@ -132,20 +140,24 @@ class Passes:
         round_.add(*own, engine.program.used or ())
         return own
 
-    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
+    ) -> Reduced:
         """Return the gradients of the store, with the sums over all ranks. Collective.
 
         ``loss`` is this rank's in the last pass, for the error if it is not finite.
         """
         # Batch statistics, for example, which each rank's passes have changed.
-        if engine.program.settle(engine.backend):
+        if engine.program.share_changed_state(engine.backend):
             self.model_changed()
         total, weight, squared = self.totals(engine, loss, settings)
         # The weight is a sum over all ranks, so that every rank raises this or none.
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        # Views: the rule reads the sums where they were made, and `finish` frees them.
         gradients = self.store.owned(engine.pieces.updated)
         report = engine.report(total, weight, squared)
+        # Late or coded sums may have a part for a parameter that no rank has used in this step.
         if self.are_exact:
             report = replace(report, unused=engine.round.unused)
         return Reduced(gradients, report, finish=self.finish)
@@ -154,7 +166,7 @@ class Passes:
         """Hook: the passes have changed the model's state besides parameters."""
 
     def totals(
-        self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
     ) -> tuple[float, float, float]:
         """Return sums over all ranks: of losses, of weights, and the gradient's squares."""
         round_ = engine.round
@@ -181,6 +193,7 @@ class OwnPasses(Passes):
     """
 
     def __init__(self, engine: Engine) -> None:
+        # The same memory: a user may switch between synchronised steps and steps alone.
         self.store = engine.gradients
 
     def require(self, engine: Engine) -> None:
@@ -190,7 +203,12 @@ class OwnPasses(Passes):
             engine.passes.require(engine)  # which refuses it
 
     def gradient(
-        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+        self,
+        engine: Engine,
+        x: Data,
+        y: Data,
+        settings: Mapping[str, object],
+        sample_start: int | None,
     ) -> Reduced:
         round_ = engine.round
         if sample_start is None:
@@ -201,6 +219,7 @@ class OwnPasses(Passes):
             return Reduced((), StepReport(engine.mean(loss, weight), weight, None))
         gradients = local_gradients(self.store, engine.pieces.updated)
         loss, used, squared = round_.read(squared_norm(gradients))
+        # This rank alone refuses: the others train replicas of their own, and wait for nobody.
         if used == 0:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         if not (math.isfinite(loss) and math.isfinite(squared)):

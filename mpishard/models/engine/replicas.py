@@ -47,6 +47,7 @@ class Replicas:
         ValueError
             If gradients, state or parameters are sharded, or ranks of a mesh hold parts.
         """
+        # An optimizer exchanges between such groups; inside one all is reduced as elsewhere.
         if self._replica.is_grouped:
             return
         if self._replica.is_on_mesh:
@@ -77,6 +78,7 @@ class Replicas:
         ShardingError
             If this rank has made updates of its own since the last synchronisation.
         """
+        # Without a message, so that the check costs nothing in each step of equal replicas.
         if self.weight:
             raise ShardingError(
                 f"{purpose} needs equal replicas, but rank {self._parameters.backend.rank} has "
@@ -91,6 +93,7 @@ class Replicas:
     def mark_equal(self) -> None:
         """Note that all ranks have the same parameters now."""
         self.weight = 0.0
+        # Optimizers compare this number to see that somebody else has made the replicas equal.
         self.agreements += 1
 
     def synchronize(self) -> bool:
@@ -109,7 +112,9 @@ class Replicas:
             # No replica can have drifted. A barrier, so that the call is collective as under DDP.
             backend.barrier(subject=subject)
             return False
+        # Weighted by samples and not by steps, so that uneven batches average as in one step.
         total = float(backend.all_reduce(np.array([self.weight]), subject=subject)[0])
+        # The same sum on all ranks, so that all return here, or none.
         if total == 0:
             return False
         whole = self._parameters.layout.pieces(sharded=False)

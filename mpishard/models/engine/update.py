@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from mpishard.base import (
     chunk_length,
     read_numbers,
 )
-from mpishard.callbacks import Wishes
+from mpishard.callbacks import Requests
 from mpishard.communication import differences
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
@@ -48,6 +47,7 @@ class Policy:
     shards_state: bool
 
     def __post_init__(self) -> None:
+        # Booleans are ordered: what a stage of ZeRO shards, all later ones shard, too.
         if self.shards_parameters > self.shards_gradients or (
             self.shards_gradients > self.shards_state
         ):
@@ -150,12 +150,13 @@ class Round:
         Parameters to which a pass of this rank gave a gradient: see `Program.used`.
     unused : frozenset of str
         Those of `Program.optional` that no rank had used at the last `totals`.
-    wishes : Wishes or None
-        Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
+    requests : Requests or None
+        Requests of callbacks, which travel with the totals; None on all ranks if there are none.
     """
 
     def __init__(self, config: ShardingConfiguration, program: Program, subject: int) -> None:
         self._program = program
+        # For messages: a user gave batches to data ranks, and not to each rank of a mesh.
         self._replicas = program.replica.members
         self._subject = subject
         self.is_open = False
@@ -164,10 +165,10 @@ class Round:
         self.parts: list[tuple[Scalar, Scalar]] = []
         self.used: set[str] = set()
         self.unused = frozenset[str]()
-        self.wishes: Wishes | None = None
+        self.requests: Requests | None = None
         self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
-        self._axis = program.replica.dealt
+        self._axis = program.replica.sample_group
         self._config = config
 
     def add(self, loss: Scalar, weight: Scalar, used: Collection[str]) -> None:
@@ -221,6 +222,7 @@ class Round:
 
     def sample_start(self, samples: int) -> int:
         """Return the index of this rank's first sample among those of all ranks. Collective."""
+        # A world of one sends nothing, on a GPU in particular, where a message waits for it.
         if self._axis.world_size == 1:
             return self.own_sample_start(samples)
         before = self._samples
@@ -238,7 +240,7 @@ class Round:
         self,
         message: Sequence[float] | Array,
         own_loss: float | Array,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         step: int,
         fold: Callable[[Array], Iterable[float]] = tuple,
     ) -> tuple[float, float, float]:
@@ -258,19 +260,21 @@ class Round:
             On every rank, if a sum is not finite.
         """
         backend = self._backend
+        # A checksum, because the message has one number for settings, whatever the rule.
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
         # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
         own = np.array([len(self.parts) + 0.5 * self.accumulates, mark])
-        wished = () if self.wishes is None else self.wishes.own
+        requested = () if self.requests is None else self.requests.own
         optional = self._program.optional
+        # In the message that travels anyway: a collective of its own would cost its latency.
         used = [name in self.used for name in optional]
-        message = np.array([*own, *(own * own), *wished, *used, *message])
+        message = np.array([*own, *(own * own), *requested, *used, *message])
         sums = backend.all_reduce(message, subject=self._subject)
-        if self.wishes is not None:
-            self.wishes.exchanged(sums[4:6])
+        if self.requests is not None:
+            self.requests.exchanged(sums[4:6])
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
-        counts, rest = np.split(sums[4 + len(wished) :], [len(used)])
+        counts, rest = np.split(sums[4 + len(requested) :], [len(used)])
         self.unused = frozenset(name for name, n in zip(optional, counts, strict=True) if not n)
         total, weight, squared = (float(v) for v in fold(rest))
         if not same[0]:
@@ -281,6 +285,7 @@ class Round:
                 "caught. Nothing was updated, and every rank drops its accumulated gradients"
             )
         if not same[1]:
+            # All ranks come here, because all see the same sums: a second collective is safe.
             found = differences(backend, {name: str(value) for name, value in settings.items()})
             raise ShardingError(
                 f"step {step}: the settings of the update differ between ranks; by rank, {found}. "
@@ -291,19 +296,19 @@ class Round:
             if not self._config.allow_nonfinite:
                 # All ranks see the same sums, so that all come here: another collective is safe.
                 losses = backend.all_gather(np.array(read_numbers([own_loss]))).tolist()
-            self.refuse_nonfinite(self._what_is_not_finite(losses), step)
+            self.refuse_nonfinite(self._describe_nonfinite(losses), step)
         return total, weight, squared
 
-    def _what_is_not_finite(self, losses: Sequence[float]) -> str:
+    def _describe_nonfinite(self, losses: Sequence[float]) -> str:
         """Describe the ranks whose loss is not finite; in a replica all but one rank report 0."""
         if not losses:
             return "the loss or the gradient is not finite"
         sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]
-        wrong = [place for place, value in enumerate(sums) if not math.isfinite(value)]
+        wrong = [rank for rank, value in enumerate(sums) if not math.isfinite(value)]
         if len(sums) == len(losses):
             what = f"the loss of ranks {wrong}" if wrong else "the gradient, and no rank's loss,"
             return f"{what} is not finite (loss sums by rank: {losses})"
-        where = "; ".join(f"{place}: ranks {list(self._replicas[place])}" for place in wrong)
+        where = "; ".join(f"{rank}: ranks {list(self._replicas[rank])}" for rank in wrong)
         what = (
             f"the loss of data ranks {wrong} ({where})"
             if wrong
@@ -312,7 +317,7 @@ class Round:
         return f"{what} is not finite (loss sums by data rank: {sums})"
 
     def refuse_nonfinite(self, what: str, step: int) -> None:
-        """Raise `NonFiniteLossError`, which says ``what``, unless the configuration allows it."""
+        """Raise `NonFiniteLossError` with the text ``what``, unless the configuration allows it."""
         if self._config.allow_nonfinite:
             return
         raise NonFiniteLossError(
@@ -371,7 +376,7 @@ class UpdatePieces:
         replicated.
     counted : tuple of Piece
         The parts of ``owned`` whose squares this rank adds to a norm. Copies on several tensor
-        ranks are counted by one of them; with gradient leaves each part lies in one cell.
+        ranks are counted by one of them; with gradient leaves each part is a common piece.
     """
 
     published: tuple[Piece, ...]
@@ -389,7 +394,9 @@ class UpdatePieces:
         )
         owned = counted = trained(own)
         if not program.vector.placement.is_whole:
+            # A copy on each tensor rank would count as often in the norm.
             counted = pieces_within(owned, program.vector.placement.counted_ranges)
+        # Every rank makes the same update of everything, so that nothing is published.
         if not policy.shards_state:
             return cls((), owned, trained(every), counted)
         return cls(own, owned, owned, counted)
@@ -399,12 +406,13 @@ class UpdatePieces:
 
         Together the ranks write each element once, also if the state is replicated.
         """
+        # A replicated state is on every rank; each writes the pieces that it would own.
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
-        return written_here(mine, program.vector.placement)
+        return pieces_to_write(mine, program.vector.placement)
 
 
-def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
+def divided_pieces(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
     """Return ``rank``'s part of each piece, if ``size`` ranks divide each piece."""
     parts = []
     for piece in pieces:
@@ -414,7 +422,7 @@ def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
     return parts
 
 
-def written_here(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:
+def pieces_to_write(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:
     """Return the parts of ``pieces`` that this rank writes; of copies on a mesh one is written."""
     if placement.is_whole:
         return tuple(pieces)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from mpishard.base import Array, DType
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn import Context, GradientTargets, Layer, products_in
+from mpishard.nn import Context, GradientTargets, Layer, Parameters, products_in
 from mpishard.sharding import ParameterEntry, Unit, nested_views, unit_at
 
 Reduce = Callable[[Unit], None]
@@ -24,6 +24,7 @@ def _in_precision(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def run(chain: LayerChain, *args: Any, **kwargs: Any) -> Any:
+        # A context and no argument, because layers of users know nothing of precisions.
         with products_in(chain.precision):
             return method(chain, *args, **kwargs)
 
@@ -31,7 +32,7 @@ def _in_precision(method: _Method) -> _Method:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLayer:
+class LocalLayer:
     """A layer that a rank computes.
 
     Parameters
@@ -53,12 +54,12 @@ class HeldLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLayers:
-    """The layers that a rank computes, and the places of their parameters in its flat vector.
+class LocalLayers:
+    """The layers that a rank computes, and the ranges of their parameters in its flat vector.
 
     Parameters
     ----------
-    layers : sequence of HeldLayer
+    layers : sequence of LocalLayer
         In the model's order.
     entries : sequence of ParameterEntry
         All parameters, each once, in flat order.
@@ -68,7 +69,7 @@ class HeldLayers:
         Dtype of parameters and gradients.
     """
 
-    layers: Sequence[HeldLayer]
+    layers: Sequence[LocalLayer]
     entries: Sequence[ParameterEntry]
     units: tuple[Unit, ...]
     dtype: DType
@@ -76,7 +77,9 @@ class HeldLayers:
     def units_of(self, layer: int) -> tuple[Unit, ...]:
         """Return the units that a layer uses, in order: also those of parameters it is tied to."""
         entries = self.layers[layer].entries.values()
+        # A parameter without elements may lie at a unit's end, which would look like the next unit.
         units = {unit_at(self.units, entry.start) for entry in entries if entry.size}
+        # In flat order on every rank: gathers must be called in one order.
         return tuple(sorted(units, key=lambda unit: unit.start))
 
     @property
@@ -91,7 +94,7 @@ class HeldLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forgotten:
+class _SegmentInput:
     """Layers that have saved only the input of the first of them in a forward pass."""
 
     layers: range
@@ -109,21 +112,21 @@ class _Group:
 
     layers: range
     units: tuple[Unit, ...]
-    places: dict[ParameterEntry, tuple[int, slice]]
+    ranges: dict[ParameterEntry, tuple[int, slice]]
     """Parameter -> index of its unit, and its range in the unit's buffer."""
     segment: range | None
     """The segment that these layers belong to, if it is computed again in backward."""
     begun: tuple[Unit, ...]
     """Units that no earlier group uses: backward has finished with them after this group."""
     buffers: list[Array] = field(default_factory=list)
-    views: dict[int, dict[str, Any]] = field(default_factory=dict)
+    views: dict[int, Parameters] = field(default_factory=dict)
     """Parameters of each layer, as views of ``buffers``; made again when the buffers change."""
 
     def arrays(self, buffers: Mapping[int, Array]) -> dict[ParameterEntry, Array]:
         """Return the array of each parameter in ``buffers``, by index of their unit."""
         return {
-            entry: buffers[unit][place]
-            for entry, (unit, place) in self.places.items()
+            entry: buffers[unit][in_unit]
+            for entry, (unit, in_unit) in self.ranges.items()
             if unit in buffers
         }
 
@@ -147,7 +150,7 @@ class LayerChain:
 
     Parameters
     ----------
-    held : HeldLayers
+    local : LocalLayers
         The rank's layers.
     first, stop : int
         The chain's layers among them, half open.
@@ -161,7 +164,7 @@ class LayerChain:
 
     def __init__(
         self,
-        held: HeldLayers,
+        local: LocalLayers,
         first: int,
         stop: int,
         kept: frozenset[int],
@@ -170,17 +173,21 @@ class LayerChain:
         precision: str | None = None,
     ) -> None:
         self.precision = precision
-        self._held = held
-        self._layers = held.layers
+        self._local = local
+        self._layers = local.layers
         self._range = range(first, stop)
         self._kept = kept
-        self._uses = {i: held.units_of(i) for i in self._range}
-        self._names_in = {u.index: [e.name for e in u.entries_of(held.entries)] for u in held.units}
+        # Computed once: each step walks through thousands of layers.
+        self._uses = {i: local.units_of(i) for i in self._range}
+        self._names_in = {
+            u.index: [e.name for e in u.entries_of(local.entries)] for u in local.units
+        }
         self._groups = self._laid_out(recomputed)
         # Only the units that this chain's layers use: in a pipeline the rank may have other stages,
         # too.
         own = {unit for uses in self._uses.values() for unit in uses}
-        self.units = tuple(unit for unit in held.units if unit in own)
+        self.units = tuple(unit for unit in local.units if unit in own)
+        # The units to fetch and to release do not depend on a batch.
         self._forward_plan = self._plan(self._groups)
         self._without_gradient: frozenset[int] = frozenset()
         self._frozen_layers: frozenset[int] = frozenset()
@@ -204,39 +211,52 @@ class LayerChain:
         groups, seen = [], set[Unit]()
         for (segment, units), indices in groupby(self._range, key):
             layers = [*indices]
-            places = {
+            ranges = {
                 entry: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
                 for index in layers
                 for entry in self._layers[index].entries.values()
-                for unit in [unit_at(self._held.units, entry.start)]
+                for unit in [unit_at(self._local.units, entry.start)]
             }
+            # The first group that uses a unit is the last one of backward to add to its gradient.
             begun = tuple(unit for unit in units if unit not in seen)
             seen.update(units)
-            groups.append(_Group(range(layers[0], layers[-1] + 1), units, places, segment, begun))
+            groups.append(_Group(range(layers[0], layers[-1] + 1), units, ranges, segment, begun))
         return groups
 
     def _plan(
         self,
         groups: Sequence[_Group],
-        then: Sequence[int] = (),
-        held: Collection[Unit] = (),
-        stay: Collection[Unit] = (),
+        upcoming: Sequence[int] = (),
+        already_unsharded: Collection[Unit] = (),
+        keep_unsharded: Collection[Unit] = (),
     ) -> list[_Visit]:
-        """Plan a forward pass over ``groups``; the layers ``then`` are computed after it.
+        """Plan a forward pass over ``groups``: what each fetches meanwhile, and releases after.
 
-        Units in ``held`` are unsharded before it, and those in ``stay`` after it.
+        Parameters
+        ----------
+        groups : sequence of _Group
+            The groups, in order.
+        upcoming : sequence of int
+            Indices of the layers that are computed after the pass, whose units may be prefetched.
+        already_unsharded : collection of Unit
+            Units that are unsharded before the pass.
+        keep_unsharded : collection of Unit
+            Units that stay unsharded after it.
         """
         plan, later = list[_Visit](), set[Unit]()
         # From the last group to the first: a unit is released after the last group that uses it.
         for group in reversed(groups):
-            upcoming = [*range(group.layers.stop, groups[-1].layers.stop), *then]
+            later_layers = [*range(group.layers.stop, groups[-1].layers.stop), *upcoming]
             # Nothing is prefetched if a unit of backward holds a buffer already: a third one would
             # be needed.
-            waits = any(u.index not in self._kept for u in held if u not in group.units)
-            following = None if waits else self._following(group, upcoming)
+            waits = any(
+                unit.index not in self._kept and unit not in group.units
+                for unit in already_unsharded
+            )
+            following = None if waits else self._following(group, later_layers)
             # Kept units stay unsharded until backward, which needs them first.
             done = (u for u in group.units if u not in later and u.index not in self._kept)
-            plan.append(_Visit(group, following, tuple(u for u in done if u not in stay)))
+            plan.append(_Visit(group, following, tuple(u for u in done if u not in keep_unsharded)))
             later.update(group.units)
         return plan[::-1]
 
@@ -253,9 +273,9 @@ class LayerChain:
     @_in_precision
     def forward(
         self, parameters: ParameterStore, x: Array, context: Context
-    ) -> tuple[Array, list[Any]]:
+    ) -> tuple[Array, list[object]]:
         """Return the output, and the saved activations: one for each layer, or for a segment."""
-        activations: list[Any] = []
+        activations: list[object] = []
         return self._forward(self._forward_plan, parameters, x, context, activations), activations
 
     def _forward(
@@ -264,7 +284,7 @@ class LayerChain:
         parameters: ParameterStore,
         x: Array,
         context: Context,
-        activations: list[Any],
+        activations: list[object],
         *,
         again: bool = False,
     ) -> Array:
@@ -274,7 +294,7 @@ class LayerChain:
             if segment is not None and segment.start == group.layers.start:
                 # Backward needs no more than the segment's input; the context makes the same
                 # dropout masks again.
-                activations.append(_Forgotten(segment, x, context))
+                activations.append(_SegmentInput(segment, x, context))
             views = self._open(group, parameters, following)
             for index in group.layers:
                 # MPI moves data only while it is called: here for a gather that is under way.
@@ -293,7 +313,7 @@ class LayerChain:
                 parameters.reshard(unit)
         return x
 
-    def let_go(self, parameters: ParameterStore) -> None:
+    def release_kept(self, parameters: ParameterStore) -> None:
         """Reshard the units that a forward pass has kept, if no backward pass follows."""
         for unit in self.units:
             if unit.index in self._kept:
@@ -304,12 +324,12 @@ class LayerChain:
         self,
         parameters: ParameterStore,
         gradients: GradientStore,
-        activations: list[Any],
+        activations: list[object],
         dy: Array,
         reduce: Reduce,
         *,
         needs_input_gradient: bool,
-        pending: list[Any] | None = None,
+        pending: list[object] | None = None,
     ) -> Array | None:
         """Run both halves of backward by layer; call ``reduce`` with each unit that is complete.
 
@@ -321,11 +341,12 @@ class LayerChain:
         is_whole = pending is None
         targets: dict[int, GradientTargets] = {}
         unwritten: set[str] = set()
+        # An earlier stage waits for the gradient of this one's input, also through frozen layers.
         first = self._range.start if needs_input_gradient else self._first_trained
         for group in reversed(self._groups):
-            views: dict[int, Any] = {}
+            views: dict[int, Parameters] = {}
             for index in reversed(range(max(first, group.layers.start), group.layers.stop)):
-                if isinstance(activations[-1], _Forgotten):
+                if isinstance(activations[-1], _SegmentInput):
                     self._recompute(activations, parameters, first)
                 saved = activations.pop()
                 if not views:
@@ -363,9 +384,12 @@ class LayerChain:
         return dx
 
     @_in_precision
-    def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:
+    def backward_weight(
+        self, gradients: GradientStore, pending: list[object], reduce: Reduce
+    ) -> None:
         """Run the other half, last layer first; ``reduce`` as in `backward`."""
         unwritten: set[str] = set()
+        # Reversed, so that `pop` returns them in the order of backward, last layer first.
         waiting = pending[::-1]
         pending.clear()
         for group in reversed(self._groups):
@@ -384,30 +408,31 @@ class LayerChain:
                 if unit.index not in self._without_gradient:
                     reduce(unit)
 
-    def _recompute(self, activations: list[Any], parameters: ParameterStore, first: int) -> None:
+    def _recompute(self, activations: list[object], parameters: ParameterStore, first: int) -> None:
         """Run the last segment's forward again, and save in its place what its layers save."""
-        forgotten: _Forgotten = activations.pop()
-        layers = forgotten.layers
+        saved = activations.pop()
+        assert isinstance(saved, _SegmentInput)
+        layers = saved.layers
         # A segment consists of whole groups, because its range is part of their key.
         groups = [group for group in self._groups if group.segment == layers]
         # Units that later layers use too are unsharded still: backward has not finished with them.
         behind = set[Unit]().union(*(self._uses[i] for i in range(layers.stop, self._range.stop)))
-        held = behind & {unit for group in groups for unit in group.units}
+        unsharded = behind & {unit for group in groups for unit in group.units}
         # Backward begins with the units of the last group that has any.
-        stay = held | next((set(g.units) for g in reversed(groups) if g.units), set())
-        then = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
-        then += self._back_from(layers.start, activations, first)
-        plan = self._plan(groups, then, held, stay)
-        self._forward(plan, parameters, forgotten.x, forgotten.context, activations, again=True)
+        keep = unsharded | next((set(g.units) for g in reversed(groups) if g.units), set())
+        upcoming = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
+        upcoming += self._back_from(layers.start, activations, first)
+        plan = self._plan(groups, upcoming, unsharded, keep)
+        self._forward(plan, parameters, saved.x, saved.context, activations, again=True)
 
-    def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:
+    def _back_from(self, index: int, activations: Sequence[object], first: int) -> Iterator[int]:
         """Yield the layers that backward computes after ``index``, in its order.
 
         A segment that is computed again yields its layers in forward order, and is the last:
         `_recompute` plans the layers after it.
         """
         for entry in reversed(activations):
-            if isinstance(entry, _Forgotten):
+            if isinstance(entry, _SegmentInput):
                 if entry.layers.stop > first:
                     yield from entry.layers
                 return
@@ -420,12 +445,14 @@ class LayerChain:
 
     def _open(
         self, group: _Group, parameters: ParameterStore, following: Unit | None
-    ) -> dict[int, dict[str, Any]]:
+    ) -> dict[int, Parameters]:
         """Return the parameters of a group's layers, and begin to fetch the next unit."""
+        # The arrays are always the same: views made in the first pass hold for all.
         if group.views and parameters.is_whole:
             return group.views
         buffers = [parameters.unshard(unit) for unit in group.units]
         if following is not None and buffers:
+            # After this group's own units, which its layers wait for.
             parameters.prefetch(following)
         # A unit that is gathered again may be in another of the pooled buffers.
         if not group.views or any(map(operator.is_not, buffers, group.buffers)):
@@ -457,7 +484,7 @@ class LayerChain:
                 for entry in self._layers[index].entries.values():
                     if entry not in arrays:  # in a frozen unit: its gradient is never read
                         xp = gradients.layout.device.namespace
-                        arrays[entry] = xp.zeros(entry.size, self._held.dtype)
+                        arrays[entry] = xp.zeros(entry.size, self._local.dtype)
         return {
             index: GradientTargets(self._layers[index].entries, arrays.__getitem__, unwritten)
             for index in group.layers

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from mpishard.base import (
     HOST,
     Array,
+    Data,
     MissingLossError,
     Scalar,
     require_plain,
@@ -19,9 +19,9 @@ from mpishard.base import (
 )
 from mpishard.checkpoint import PlainModelFiles
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved
+from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction, Saved, UserModel
 from mpishard.data import Samples, map_arrays
-from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
+from mpishard.models.programs.chain import LayerChain, LocalLayer, LocalLayers
 from mpishard.models.programs.program import Batch, Program, Replica, unread_loss
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -30,13 +30,13 @@ from mpishard.nn import Context, KeyValueCache, Layer, deferred_checks
 from mpishard.sharding import Placement, ShardingConfiguration, build_units
 
 
-def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
+def whole_layers(model: ILayeredModel, minimum_unit_size: int) -> LocalLayers:
     """Return all layers of a model, for a rank whose own flat vector is the model's."""
     infos = model.get_all_layer_info()
     table = model.parameter_table
-    return HeldLayers(
+    return LocalLayers(
         layers=[
-            HeldLayer(info.name, layer, table.layer_entries(info.name), layer.is_random)
+            LocalLayer(info.name, layer, table.layer_entries(info.name), layer.is_random)
             for info, layer in zip(infos, model.layers, strict=True)
         ],
         entries=table.entries,
@@ -70,6 +70,7 @@ class LayeredProgram(Program):
         self._output_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by a sample's shape
         self.dtype = model.dtype
         self.device = getattr(model, "device", HOST)
+        # Targets go where the loss is computed, once, and not in each micro-batch.
         self._put = self.device.put if self.device.is_gpu else to_host
         # A GPU rounds the operands of products alone; the host computes whole layers in bfloat16.
         self._mixed = config.precision is not None and not self.device.is_gpu
@@ -78,43 +79,44 @@ class LayeredProgram(Program):
         self.seed = int(getattr(model, "seed", 0))
         self._use(model)
         entries = self.vector.placement.entries
+        # Last, because the units without a trained parameter are known only now.
         self.freeze(frozenset(e.name for e in entries if not e.trainable))
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: object) -> None:
         super()._use(model)
-        self._hold()
+        self._lay_out()
 
-    def _hold(self) -> None:
+    def _lay_out(self) -> None:
         """Lay out this rank's part: `units`, `kept`, `entries` and the chains."""
-        held = held_whole(self._model, self._minimum_unit_size)
-        self.units, self.entries = held.units, tuple(held.entries)
+        local = whole_layers(self._model, self._minimum_unit_size)
+        self.units, self.entries = local.units, tuple(local.entries)
         self.vector = ModelVector(Placement.whole(self.entries))
         # Backward begins with the last unit, and a unit that is reused would be gathered again:
         # neither is released after forward.
-        self.kept = held.reused | {held.units[-1].index}
-        self.chains = [LayerChain(held, 0, len(held.layers), self.kept, precision=self._products)]
+        self.kept = local.reused | {local.units[-1].index}
+        self.chains = [LayerChain(local, 0, len(local.layers), self.kept, precision=self._products)]
 
     def freeze(self, names: frozenset[str]) -> None:
         super().freeze(names)
         for chain in self.chains:
             chain.freeze(names, self.frozen_units)
 
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> dict[str, object]:
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
         layers = {"number of layers": len(self._model.layers)}
-        return layers | super().structure() | settings_of(self._model) | choices
+        return {**layers, **super().structure(), **settings_of(self._model), **choices}
 
-    def deal_constants(self, backend: CommunicationBackend) -> None:
+    def distribute_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
             # Random layers draw by seed and sample, so that one seed makes the same masks at any
             # world size.
             self.seed = int(backend.broadcast(np.array([self.seed]))[0])
 
-    def check(self, x: Any) -> Array:
+    def check(self, x: Data) -> Array:
         self._output_shape(x)
         return self._model.as_input(x)
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Array, Array]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Array, Array]:
         shape = self._output_shape(x)
         require_plain(y)
         if loss is None:
@@ -135,7 +137,7 @@ class LayeredProgram(Program):
             loss.check_target((len(x), *shape), y)
         return inputs, map_arrays(self._put, y)
 
-    def _output_shape(self, x: Any) -> tuple[int, ...]:
+    def _output_shape(self, x: Data) -> tuple[int, ...]:
         """Return the shape of a sample's output. Layers refuse inputs of wrong shapes."""
         require_plain(x)
         shape = getattr(x, "shape", None)
@@ -164,7 +166,7 @@ class LayeredProgram(Program):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # A deep copy, because choices of layers, such as the features in use, must not be shared.
         if isinstance(self._model, ICloneable):
             return self._model.deep_copy()
@@ -180,7 +182,8 @@ class LayeredProgram(Program):
         (chain,) = self.chains
         context = Context(training=False, cache=cache)
         y, _ = chain.forward(parameters, self.entering(x), context)
-        chain.let_go(parameters)
+        # No backward follows, which would release the units that forward keeps.
+        chain.release_kept(parameters)
         return y
 
     def entering(self, values: Array) -> Array:
@@ -208,6 +211,7 @@ class LayeredProgram(Program):
         # The caller's list must not keep activations that each layer's backward frees.
         saved.clear()
         dy = self.entering(loss.backward(of_loss))
+        # Freed before the first layer's backward: it may be as large as the logits.
         del of_loss
         (chain,) = self.chains
         chain.backward(
@@ -221,13 +225,14 @@ def settings_of(model: ILayeredModel) -> dict[str, str]:
     Ranks compare them, because shapes do not show a rate, a number of heads or a loss. Of classes
     outside `mpishard.nn` only the names count: an attribute of theirs may belong to one rank.
     """
-    parts: dict[str, Any] = {f"layer {k}": layer for k, layer in enumerate(model.layers)}
+    parts: dict[str, object] = {f"layer {k}": layer for k, layer in enumerate(model.layers)}
     parts["loss"] = getattr(model, "default_loss_function", None)
     return {key: text for name, part in parts.items() for key, text in _settings(name, part)}
 
 
-def _settings(name: str, part: Any) -> Iterator[tuple[str, str]]:
+def _settings(name: str, part: object) -> Iterator[tuple[str, str]]:
     yield name, type(part).__name__
+    # An attribute whose name begins with "_" may be a cache, and differ in equal layers.
     if type(part).__module__.startswith("mpishard.nn."):
         for key, value in vars(part).items():
             if not (key.startswith("_") or isinstance(value, Layer | Mapping)):

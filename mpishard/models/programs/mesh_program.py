@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import BFLOAT16, Array, Scalar, ShardLayout, is_device_array
+from mpishard.base import BFLOAT16, Array, Data, Scalar, ShardLayout, is_device_array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel
-from mpishard.models.programs.chain import LayerChain
+from mpishard.models.programs.chain import LayerChain, Reduce
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Batch, unread_loss
@@ -54,13 +53,14 @@ class MeshProgram(LayeredProgram):
         self.micro_batch_count = choices.micro_batch_count
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
-        # After these attributes, because it calls `_hold`.
+        # After these attributes, because it calls `_lay_out`.
         super().__init__(model, config)
         # One rank reports the loss of a batch: the last stage computes it, and its tensor ranks all
         # have the same.
         self.replica = MeshReplica(
-            self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
+            self.mesh, reports_loss=self._has_output and self.mesh.tensor_rank == 0
         )
+        # After the base class, which lays out this rank's part; other ranks' come by a message.
         self.vector = MeshVector(self.vector.placement, self.mesh)
         # The group of ranks that hold each shared parameter.
         self._tie_groups: dict[str, CommunicationBackend] = {}
@@ -86,18 +86,18 @@ class MeshProgram(LayeredProgram):
             )
         return self._executors[micro_batches]
 
-    def _hold(self) -> None:
+    def _lay_out(self) -> None:
         self.layout = layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
-        held = layout.held
-        self.units, self.entries = held.units, tuple(held.entries)
+        local = layout.layers
+        self.units, self.entries = local.units, tuple(local.entries)
         self.vector = ModelVector(layout.placement)
-        self.kept = held.reused
+        self.kept = local.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
             # Backward begins with the last unit, which would otherwise be gathered twice.
             self.kept |= {self.units[-1].index}
         self.chains = [
             LayerChain(
-                held,
+                local,
                 *bounds,
                 self.kept,
                 self._recomputed(virtual, bounds[0]),
@@ -106,11 +106,11 @@ class MeshProgram(LayeredProgram):
             for virtual, bounds in enumerate(layout.ranges)
         ]
         self._chains_by_token: list[LayerChain] | None = None
-        # A layer is asked for its shape once, and not for each micro-batch.
+        # Each layer computes its shape once, and not for each micro-batch.
         self._boundaries: dict[tuple[int, tuple[int, ...], bool], tuple[int, ...]] = {}
 
     def _recomputed(self, virtual_stage: int, first: int) -> list[range]:
-        """Return segments that are computed again; the stage's layers are held from ``first``."""
+        """Return segments that are computed again; the stage's own layers begin at ``first``."""
         choices = self.choices
         if choices.checkpoint_config is None:
             return []
@@ -161,11 +161,11 @@ class MeshProgram(LayeredProgram):
 
     # ------------------------------------------------------------------------------- computing
 
-    def check_next(self, x: Any) -> Array:
+    def check_next(self, x: Data) -> Array:
         super()._output_shape(x)  # of any length: see `predict_next`
         return self._model.as_input(x)
 
-    def _output_shape(self, x: Any) -> tuple[int, ...]:
+    def _output_shape(self, x: Data) -> tuple[int, ...]:
         shape = super()._output_shape(x)
         ranks = self.mesh.tensor_size
         if self.choices.sequence_parallel and x.shape[1] % ranks:
@@ -182,6 +182,7 @@ class MeshProgram(LayeredProgram):
         assert loss is not None
         # The ranks' logits are parts of the classes, and the loss adds up their sums.
         if self.layout.splits_output:
+            # Gathered logits would be the largest array of the step.
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, replace(batch, loss=loss), gradients)
         self.last_record = self._executor(self.micro_batch_count).run(run)
@@ -195,7 +196,7 @@ class MeshProgram(LayeredProgram):
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
             gradients.reduce(unit)
         # One rank of a batch reports the loss, so that the sum over all ranks counts it once.
-        return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
+        return (run.total, run.weight) if self.replica.reports_loss else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         run = StageRun(self, parameters, Batch(x, None, None, Context(training=False)))
@@ -211,7 +212,7 @@ class MeshProgram(LayeredProgram):
                 choices = replace(self.choices, sequence_parallel=False)
                 layout = StageLayout(self._model, choices, self._minimum_unit_size)
                 self._chains_by_token = [
-                    LayerChain(layout.held, *bounds, self.kept, precision=self._products)
+                    LayerChain(layout.layers, *bounds, self.kept, precision=self._products)
                     for bounds in layout.ranges
                 ]
             chains = self._chains_by_token
@@ -289,9 +290,10 @@ class StageRun(IPipelineStage):
         self._parameters = parameters
         self._gradients = gradients
         self._batch = batch
+        # Parts may differ by one sample: weighted sums need no equal ones.
         self._rows = ShardLayout(len(batch.x), micro_batches or program.micro_batch_count)
-        self._activations: dict[tuple[int, int], Any] = {}
-        self._pending: dict[tuple[int, int], Any] = {}
+        self._activations: dict[tuple[int, int], list[object]] = {}
+        self._pending: dict[tuple[int, int], list[object]] = {}
         self._left = [self._rows.world_size] * len(self._chains)
         self.total: Scalar = 0.0
         self.weight: Scalar = 0.0
@@ -327,10 +329,11 @@ class StageRun(IPipelineStage):
             start = context.sample_start + rows.start
             context = replace(context, sample_start=start)
         chain = self._chains[virtual_stage]
+        # The chain knows nothing of micro-batches: what it saves belongs to this call.
         y, activations = chain.forward(self._parameters, x, context)
         is_last = self._program.stages_here[virtual_stage] == self._program.stage_count - 1
         if not context.training:
-            chain.let_go(self._parameters)
+            chain.release_kept(self._parameters)
             if is_last:
                 self.outputs.append(y)
             return None if is_last else y
@@ -354,13 +357,13 @@ class StageRun(IPipelineStage):
     def backward_input(
         self, virtual_stage: int, micro_batch: int, dy: Array | None
     ) -> Array | None:
-        pending: list[Any] = []
+        pending: list[object] = []
         dx = self._backward(virtual_stage, micro_batch, dy, pending)
         self._pending[virtual_stage, micro_batch] = pending
         return dx
 
     def _backward(
-        self, virtual_stage: int, micro_batch: int, dy: Array | None, pending: list[Any] | None
+        self, virtual_stage: int, micro_batch: int, dy: Array | None, pending: list[object] | None
     ) -> Array | None:
         key = virtual_stage, micro_batch
         if dy is None:  # the model's last stage begins with the loss
@@ -386,14 +389,17 @@ class StageRun(IPipelineStage):
         self._chains[virtual_stage].backward_weight(self._gradients, pending, reduce)
         self._left[virtual_stage] -= 1
 
-    def _reducer(self, virtual_stage: int) -> Any:
+    def _reducer(self, virtual_stage: int) -> Reduce:
         """Return a function that reduces a unit when its gradient is complete."""
         gradients = self._gradients
         assert gradients is not None
+        # The last micro-batch completes a gradient, and with stage 2 or 3 of ZeRO each one is
+        # reduced at once.
         is_last = self._left[virtual_stage] == 1
         shared = self._program.layout.shared_units
 
         def reduce(unit: Unit) -> None:
+            # Copies of a shared parameter are added up after the whole schedule: see `train`.
             if unit.index not in shared and (is_last or gradients.reduces_at_once):
                 gradients.reduce(unit)
 

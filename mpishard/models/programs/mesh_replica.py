@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import ShardingError, to_host
+from mpishard.base import Data, ShardingError, to_host
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.data import Samples
 from mpishard.models.programs.program import Replica
@@ -16,13 +15,13 @@ _CALLS = ("step", "compute_gradients", "predict")
 
 
 class MeshReplica(Replica):
-    """The place of a rank that computes a batch with others: pipeline stages and tensor slices.
+    """The groups of a rank that computes a batch with others: pipeline stages, tensor slices.
 
     Parameters
     ----------
     mesh : ProcessMesh
         The ranks.
-    speaks : bool
+    reports_loss : bool
         See `Replica`.
     predicts_together : bool
         Whether `predict`, too, needs all ranks that compute one batch.
@@ -30,54 +29,60 @@ class MeshReplica(Replica):
 
     is_on_mesh = True
 
-    def __init__(self, mesh: ProcessMesh, *, speaks: bool, predicts_together: bool = True) -> None:
+    def __init__(
+        self, mesh: ProcessMesh, *, reports_loss: bool, predicts_together: bool = True
+    ) -> None:
         super().__init__(mesh.world)
-        self.data, self.dealt, self.together = mesh.data, mesh.samples, mesh.together
+        self.data, self.sample_group, self.group = mesh.data, mesh.samples, mesh.group
         self.members = [
             mesh.model_ranks(data, replica)
             for replica in range(mesh.replica_count)
             for data in range(mesh.data_size)
         ]
-        self.speaks = speaks
+        self.reports_loss = reports_loss
         self._mesh = mesh
         self._predicts_together = predicts_together
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
-        return self.together if shards_state else self._mesh.model
+        return self.group if shards_state else self._mesh.model
 
-    def tell(self, total: float, weight: float) -> tuple[float, float]:
-        told = self._mesh.model.all_reduce(np.array([total, weight]))
-        return float(told[0]), float(told[1])
+    def share_loss(self, total: float, weight: float) -> tuple[float, float]:
+        # One rank has the loss, and the others add zeros: it needs no message from a known root.
+        sums = self._mesh.model.all_reduce(np.array([total, weight]))
+        return float(sums[0]), float(sums[1])
 
     def require_one_batch(
-        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+        self, call: str, x: Data, y: Data = None, *, everywhere: bool, subject: int
     ) -> None:
         mesh = self._mesh
+        # A black box predicts on each rank alone.
         if mesh.model_size == 1 or (call == "predict" and not self._predicts_together):
             return
         # Checksums and not the batch itself: the message is as short as a barrier's.
         mine = [_CALLS.index(call), len(x), *(_checksum(array) for array in (x, y))]
-        told = mesh.model.all_gather(np.array([mine]), subject=subject).tolist()
-        here = self.members[self.dealt.rank]
+        own_rows = mesh.model.all_gather(np.array([mine]), subject=subject).tolist()
+        here = self.members[self.sample_group.rank]
         # Ranks outside this group may be in another call, too, so that only this group compares.
-        if any(row[0] != told[0][0] for row in told):
+        if any(row[0] != own_rows[0][0] for row in own_rows):
             calls = ", ".join(
-                f"rank {rank} is in {_CALLS[row[0]]}" for rank, row in zip(here, told, strict=True)
+                f"rank {rank} is in {_CALLS[row[0]]}"
+                for rank, row in zip(here, own_rows, strict=True)
             )
             raise ShardingError(
-                f"the {len(told)} ranks of the pipeline and tensor axes compute together, and must "
-                f"make the same calls: {calls}. predict, compute_gradients and step are collective"
+                f"the {len(own_rows)} ranks of the pipeline and tensor axes compute together, and "
+                f"must make the same calls: {calls}. predict, compute_gradients and step are "
+                "collective"
             )
-        given = dict(zip(here, told, strict=True))
+        given = dict(zip(here, own_rows, strict=True))
         # Replicas that are trained apart make only steps together.
-        together = mesh.world if call == "step" else mesh.together
-        if everywhere and together.world_size > mesh.model_size:
+        group = mesh.world if call == "step" else mesh.group
+        if everywhere and group.world_size > mesh.model_size:
             ranks = [
                 rank
                 for rank in range(mesh.world.world_size)
-                if together is mesh.world or mesh.replica_of(rank) == mesh.replica_rank
+                if group is mesh.world or mesh.replica_of(rank) == mesh.replica_rank
             ]
-            rows = together.all_gather(np.array([mine]), subject=subject).tolist()
+            rows = group.all_gather(np.array([mine]), subject=subject).tolist()
             given = dict(zip(ranks, rows, strict=True))
         for members in self.members:
             rows = [given[rank] for rank in members if rank in given]
@@ -94,10 +99,11 @@ class MeshReplica(Replica):
             )
 
 
-def _checksum(values: Any) -> int:
+def _checksum(values: Data) -> int:
     if isinstance(values, Samples):
         return zlib.crc32(repr([_checksum(array) for array in values.leaves()]).encode())
     dtype = getattr(values, "dtype", None)
+    # A black box may take any object, whose bytes would be addresses.
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
         return 0
     host = np.ascontiguousarray(to_host(values))

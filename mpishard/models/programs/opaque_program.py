@@ -20,7 +20,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -44,7 +44,7 @@ class OpaqueProgram(WholeProgram):
         All ranks.
     """
 
-    def __init__(self, model: Any, world: CommunicationBackend) -> None:
+    def __init__(self, model: UserModel, world: CommunicationBackend) -> None:
         for member in ("get_parameters", "set_parameters"):
             _member(model, member)
         if not hasattr(model, "compute_loss_and_gradients"):
@@ -59,12 +59,14 @@ class OpaqueProgram(WholeProgram):
         self._use(model)
         self.dtype = vector.dtype
         self.device = Device.of(vector)
+        # One unit: a single call returns the whole gradient.
         self.units = build_units([int(vector.size)], 1)
         self.kept = frozenset({0})
         table = getattr(model, "parameter_table", None)
         whole = (ParameterEntry("parameters", (int(vector.size),), 0),)
         self.entries = whole if table is None else tuple(table.entries)
         names = Counter(entry.name for entry in self.entries)
+        # Checkpoints know parameters by their names.
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise ValueError(f"{type(model).__name__} has two parameters named {twice[0]!r}")
@@ -78,7 +80,7 @@ class OpaqueProgram(WholeProgram):
         self.vector = ModelVector(Placement.whole(self.entries))
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> Any:
+    def check(self, x: Data) -> Data:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
@@ -140,6 +142,7 @@ class OpaqueProgram(WholeProgram):
                 )
                 + f" for {self.units[0].length} parameters"
             )
+        # A cast to real numbers would drop the imaginary part without an error.
         if gradient.dtype.kind == "c":
             raise TypeError(
                 f"{name_of(self._model)} returned a gradient of {gradient.dtype}; it must be real"
@@ -166,10 +169,11 @@ class OpaqueProgram(WholeProgram):
         else:
             gradient, samples = saved
             target += beside(gradient, target) * samples
+        # Also without samples: other ranks wait in this reduction.
         gradients.reduce(unit)
 
 
-def _member(model: Any, name: str) -> Any:
+def _member(model: object, name: str) -> Any:
     try:
         return getattr(model, name)
     except AttributeError:

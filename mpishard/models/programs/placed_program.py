@@ -9,9 +9,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, DType, MissingLossError, MissingMemberError, Scalar, ShardingError
+from mpishard.base import (
+    Array,
+    Data,
+    DType,
+    MissingLossError,
+    MissingMemberError,
+    Scalar,
+    ShardingError,
+)
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -77,13 +85,13 @@ class IPlaceableModel(ABC):
     def with_parameters(self, parameters: Array) -> Self:
         """Return a model of the same structure that holds ``parameters`` without a copy."""
 
-    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+    def distribute_state(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's state other than parameters. Collective.
 
         ``ranks`` are those that draw different random numbers.
         """
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def share_changed_state(self, ranks: CommunicationBackend) -> bool:
         """Take the state besides parameters that passes of rank 0 have changed. Collective.
 
         Returns
@@ -104,7 +112,7 @@ class IPlaceableModel(ABC):
         return False
 
     @abstractmethod
-    def check_input(self, x: Any) -> None:
+    def check_input(self, x: Data) -> None:
         """Refuse inputs that the model cannot compute with."""
 
     @abstractmethod
@@ -143,7 +151,7 @@ class PlacedProgram(WholeProgram):
 
     No step copies parameters. Gradients are written to the store as they come. Each unit is reduced
     when it and all units after it are complete, so that ranks communicate in one order even if
-    their backward passes take different ways.
+    their backward passes reach parameters in different orders.
 
     Parameters
     ----------
@@ -162,15 +170,16 @@ class PlacedProgram(WholeProgram):
         self.entries = tuple(model.parameter_entries)
         self.vector = ModelVector(Placement.whole(self.entries))
         self.units = units_of_modules(self.entries, config.minimum_parameter_group_size)
+        # Nothing is gathered: the module reads its parameters in place.
         self.kept = frozenset()
         self.used = set() if model.may_use_some else None
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> Any:
+    def check(self, x: Data) -> Data:
         self._model.check_input(x)
         return x
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Data, Data]:
         if loss is None and not self.has_own_loss:
             raise MissingLossError("the model has no default loss; pass loss_function")
         # A loss of the model's own may need no targets.
@@ -185,12 +194,12 @@ class PlacedProgram(WholeProgram):
     def fill(self, start: int, out: Array) -> None:
         self._model.fill_parameters(start, out)
 
-    def deal_constants(self, backend: CommunicationBackend) -> None:
+    def distribute_constants(self, backend: CommunicationBackend) -> None:
         # Ranks that compute other samples draw other random numbers.
-        self._model.deal_beside(backend, self.replica.dealt)
+        self._model.distribute_state(backend, self.replica.sample_group)
 
-    def settle(self, backend: CommunicationBackend) -> bool:
-        return self._model.settle(backend)
+    def share_changed_state(self, backend: CommunicationBackend) -> bool:
+        return self._model.share_changed_state(backend)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed
@@ -205,7 +214,7 @@ class PlacedProgram(WholeProgram):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         # Memory without values: the caller copies them from this program's store.
         return self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
 
@@ -213,6 +222,7 @@ class PlacedProgram(WholeProgram):
         return self._model.predict(x)
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
+        # Synchronised batch statistics, for example, are a collective inside of the pass.
         is_alone = not (batch.context.training and self._model.computes_together)
         if len(batch.x) == 0 and is_alone:
             return 0.0, 0.0, None
@@ -225,6 +235,7 @@ class PlacedProgram(WholeProgram):
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)
         if self.used is not None:
+            # Of this pass alone: a module may use other parameters for each batch.
             self.used = arrivals.names
         arrivals.finish()
 
@@ -273,9 +284,10 @@ class Arrivals:
             first = len(self._unit_of)
             inside = unit.entries_of(entries)
             self._unit_of += [unit.index] * len(inside)
-            places = list(enumerate(inside, start=first))
-            self._missing.append({index for index, entry in places if entry.trainable})
-            self._untrained.append([index for index, entry in places if not entry.trainable])
+            numbered = list(enumerate(inside, start=first))
+            # Autograd gives no gradient to a parameter that is not trained: none is waited for.
+            self._missing.append({index for index, entry in numbered if entry.trainable})
+            self._untrained.append([index for index, entry in numbered if not entry.trainable])
         self._waiting: list[list[tuple[int, Array]]] = [[] for _ in units]
         self._turn = len(units) - 1
         self._open: tuple[Array, bool] | None = None
@@ -312,7 +324,7 @@ class Arrivals:
             # The store does not clear memory: parts that were not written have old gradients.
             if is_new:
                 for index in self._missing[self._turn]:
-                    target[self._place(index)] = 0
+                    target[self._range_of(index)] = 0
             self._reduce()
 
     def _opened(self) -> tuple[Array, bool]:
@@ -320,7 +332,7 @@ class Arrivals:
             self._open = target, is_new = self._gradients.target(self._units[self._turn])
             if is_new:
                 for index in self._untrained[self._turn]:
-                    target[self._place(index)] = 0
+                    target[self._range_of(index)] = 0
         return self._open
 
     def _write(self) -> None:
@@ -329,9 +341,9 @@ class Arrivals:
         for index, gradient in self._waiting[self._turn]:
             target, is_new = self._opened()
             if is_new:
-                np.multiply(gradient, self._scale, out=target[self._place(index)])
+                np.multiply(gradient, self._scale, out=target[self._range_of(index)])
             else:
-                target[self._place(index)] += gradient * self._scale
+                target[self._range_of(index)] += gradient * self._scale
         self._waiting[self._turn].clear()
 
     def _reduce(self) -> None:
@@ -340,7 +352,7 @@ class Arrivals:
         self._open = None
         self._turn -= 1
 
-    def _place(self, index: int) -> slice:
+    def _range_of(self, index: int) -> slice:
         entry, unit = self._entries[index], self._units[self._turn]
         return slice(entry.start - unit.start, entry.stop - unit.start)
 

@@ -23,7 +23,7 @@ from mpishard.base import (
     require_plain,
 )
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILossFunction, Saved
+from mpishard.contracts import ILossFunction, Saved, UserModel
 from mpishard.data import map_arrays
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -61,14 +61,14 @@ class Batch:
         Seed, step and samples, for random layers.
     """
 
-    x: Any
-    y: Any
+    x: Data
+    y: Data
     loss: ILossFunction | None
     context: Context
 
 
 class Replica:
-    """The place of a rank that computes its samples alone.
+    """The groups of a rank, which here computes its samples alone.
 
     Parameters
     ----------
@@ -81,14 +81,14 @@ class Replica:
         The ranks that have the same part of the model, if it is divided, and compute other samples.
         Gradients are reduced among them.
     members : sequence of sequence of int
-        World ranks that compute each part of a batch, by rank of ``dealt``.
-    dealt : CommunicationBackend
+        World ranks that compute each part of a batch, by rank of ``sample_group``.
+    sample_group : CommunicationBackend
         The ranks that divide the samples of a batch: ``data``, unless ranks form groups.
     is_grouped : bool
         Whether ranks form groups, each of which trains a replica apart.
-    together, across : CommunicationBackend
+    group, across : CommunicationBackend
         The ranks of this group, and those that hold the same part in each group; by default all.
-    speaks : bool
+    reports_loss : bool
         Whether this rank, of all that compute its batch, adds the loss to sums over ranks.
     is_on_mesh : bool
         Whether ranks may hold different parts of the model, and have other units.
@@ -97,16 +97,17 @@ class Replica:
     is_on_mesh = False
 
     def __init__(self, world: CommunicationBackend) -> None:
-        self.world = self.data = self.dealt = self.together = self.across = world
+        # Without a mesh one backend is every group.
+        self.world = self.data = self.sample_group = self.group = self.across = world
         self.is_grouped = False
         self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
-        self.speaks = True
+        self.reports_loss = True
 
     def train_apart(self, mesh: ProcessMesh) -> None:
         """Train the replicas of ``mesh`` apart; inside a replica it has a data axis only."""
         self.is_grouped = True
-        self.data, self.dealt = mesh.data, mesh.samples
-        self.together, self.across = mesh.together, mesh.replica
+        self.data, self.sample_group = mesh.data, mesh.samples
+        self.group, self.across = mesh.group, mesh.replica
 
     @property
     def is_writer(self) -> bool:
@@ -117,12 +118,12 @@ class Replica:
         """Return the ranks that together update every parameter once; None if each updates all."""
         return self.data if shards_state else None
 
-    def tell(self, total: float, weight: float) -> tuple[float, float]:
+    def share_loss(self, total: float, weight: float) -> tuple[float, float]:
         """Send the sum and weight of a loss from one rank to all that compute it. Collective."""
         return total, weight
 
     def require_one_batch(
-        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+        self, call: str, x: Data, y: Data = None, *, everywhere: bool, subject: int
     ) -> None:
         """Refuse calls and batches that differ between ranks that compute one. Collective.
 
@@ -220,21 +221,23 @@ class Program(ABC):
         """Return the parts of ``pieces`` that are not frozen."""
         if not self.frozen:
             return tuple(pieces)
+        # By parameters and not by units, because a unit may hold trained and frozen ones.
         ranges = [(e.start, e.stop) for e in self.entries if e.name not in self.frozen]
         return pieces_within(pieces, ranges)
 
     @property
     def optional(self) -> list[str]:
         """Names of the trained parameters to which a pass may give no gradient."""
+        # No message lists parameters that every pass uses.
         if self.used is None:
             return []
         return [entry.name for entry in self.entries if entry.name not in self.frozen]
 
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> dict[str, object]:
         """Return what must be the same on all ranks: name -> value, for JSON."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
         parameters = {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in self.entries}
-        return parameters | {"frozen parameters": sorted(self.frozen)} | units
+        return {**parameters, "frozen parameters": sorted(self.frozen), **units}
 
     # ------------------------------------------------------------------------------- parameters
 
@@ -242,10 +245,10 @@ class Program(ABC):
     def fill(self, start: int, out: Array) -> None:
         """Write the range of the model's own values that begins at ``start`` into ``out``."""
 
-    def deal_constants(self, backend: CommunicationBackend) -> None:
+    def distribute_constants(self, backend: CommunicationBackend) -> None:
         """Give every rank the state of rank 0's model other than parameters. Collective."""
 
-    def settle(self, backend: CommunicationBackend) -> bool:
+    def share_changed_state(self, backend: CommunicationBackend) -> bool:
         """Give every rank the state besides parameters that rank 0's passes changed. Collective.
 
         Returns
@@ -277,32 +280,33 @@ class Program(ABC):
 
         The programs share groups of ranks, and the layout of the vector over them.
         """
+        # Groups of ranks are communicators: to make new ones would be collective.
         program, model = copy.copy(self), self._copied_model()
         program._use(model)
         program.vector = self.vector
         program.freeze(self.frozen)
         return program, model
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: UserModel) -> None:
         """Compute with ``model`` from now on."""
         self._model = model
         self.default_loss = getattr(model, "default_loss_function", None)
 
-    def _copied_model(self) -> Any:
+    def _copied_model(self) -> UserModel:
         return copy.deepcopy(self._model)
 
     # -------------------------------------------------------------------------------- computing
 
     @abstractmethod
-    def check(self, x: Any) -> Any:
+    def check(self, x: Data) -> Data:
         """Return inputs as `predict` takes them, or refuse them. Communicates nothing."""
 
-    def check_next(self, x: Any) -> Any:
+    def check_next(self, x: Data) -> Data:
         """Do as `check`, for the inputs of `predict_next`."""
         return self.check(x)
 
     @abstractmethod
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Data, Data]:
         """Return inputs and targets as `Batch` has them, or refuse. Communicates nothing."""
 
     @property
@@ -325,6 +329,7 @@ class Program(ABC):
         """Return sum and weight of ``loss``, without a gradient."""
         target = map_arrays(lambda array: beside(array, prediction), y)
         total, weight, _ = loss.forward(prediction, target, training=False)
+        # Both by one copy, if the loss is on a GPU.
         total, weight = read_numbers([total, weight])
         return total, weight
 
@@ -339,12 +344,12 @@ class Program(ABC):
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
     ) -> tuple[Scalar, Scalar]:
-        """Run forward and backward; return sum and weight of the loss, 0 unless it speaks."""
+        """Run both passes; return sum and weight of the loss, 0 unless this rank reports it."""
         with span("forward"):
             total, weight, saved = self.forward(parameters, batch)
         with span("backward"):
             self.backward(parameters, gradients, saved)
-        return (total, weight) if self.replica.speaks else (0.0, 0.0)
+        return (total, weight) if self.replica.reports_loss else (0.0, 0.0)
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Complete a gradient that is not reduced over ranks with other samples. Collective."""
@@ -355,7 +360,7 @@ class WholeProgram(Program):
 
     needs_whole_parameters = True
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+    def check_pair(self, x: Data, y: Data, loss: ILossFunction | None) -> tuple[Data, Data]:
         self.check(x)
         require_plain(y)
         if y is not None and len(x) != len(y):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
-from mpishard.models.programs.chain import HeldLayer, HeldLayers
+from mpishard.models.programs.chain import LocalLayer, LocalLayers
+from mpishard.nn import ParameterSpec
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import (
+    Box,
+    LocalParameter,
     ParameterEntry,
+    ParameterTable,
     Placement,
-    Slice,
     Unit,
     build_units,
+    range_to_write,
     whole_box,
-    written_part,
 )
 from mpishard.tensor import TensorPartition, check_sequence, partition_chain
 
@@ -72,12 +74,12 @@ class StageLayout:
 
     Attributes
     ----------
-    held : HeldLayers
+    layers : LocalLayers
         The rank's layers, stage after stage.
     ranges : tuple of (int, int)
-        Layers in ``held`` of each of its stages, by virtual index, half open.
+        Layers in ``layers`` of each of its stages, by virtual index, half open.
     placement : Placement
-        Places of the rank's own flat vector in the model's.
+        Where the rank's own flat vector lies in the model's.
     shared : mapping of str to tuple of int
         Name of each parameter that several stages use -> the pipeline ranks that hold it.
     shared_units : mapping of int to str
@@ -89,14 +91,14 @@ class StageLayout:
     """
 
     def __init__(self, model: ILayeredModel, choices: MeshChoices, minimum_unit_size: int) -> None:
-        self._table: Any = model.parameter_table
+        self._table: ParameterTable = model.parameter_table
         self._mesh = mesh = choices.mesh
         self._minimum_unit_size = minimum_unit_size
         self._position = 0
         self._turns = 0  # number of parameters so far that all tensor ranks of the stage hold
-        self._layers: list[HeldLayer] = []
+        self._layers: list[LocalLayer] = []
         self._entries: dict[str, ParameterEntry] = {}
-        self._slices: list[Slice] = []
+        self._local_parameters: list[LocalParameter] = []
         self._units: list[Unit] = []
         infos = model.get_all_layer_info()
         names = [info.name for info in infos]
@@ -111,6 +113,7 @@ class StageLayout:
             check_sequence(model_layers, infos[0].input_shape)
         # The stage with the model's last layer. Stages after it have none, and pass its output on.
         ending = max(stage for stage, (first, stop) in enumerate(choices.stages) if stop > first)
+        # The ending stage on every rank: all must know whether the logits are split.
         for stage in sorted({*own, ending}):
             first, stop = choices.stages[stage]
             layers = {name: model_layers[name] for name in names[first:stop]}
@@ -130,9 +133,9 @@ class StageLayout:
                 log += part.log
         self.log = tuple(log)
         self.ranges = tuple(ranges[stage] for stage in own)
-        self.placement = Placement(self._table.entries, self._slices)
+        self.placement = Placement(self._table.entries, self._local_parameters)
         entries = tuple(self._entries.values())
-        self.held = HeldLayers(self._layers, entries, tuple(self._units), model.dtype)
+        self.layers = LocalLayers(self._layers, entries, tuple(self._units), model.dtype)
         self.shared_units = {
             unit.index: entry.name
             for unit in self._units
@@ -153,7 +156,7 @@ class StageLayout:
                 origin = spec.tied_to or name
                 if origin in self.shared and origin not in self._entries:
                     start = self._position
-                    self._hold(origin, spec, part.boxes.get(name))
+                    self._add_parameter(origin, spec, part.boxes.get(name))
                     unit = Unit(len(self._units), start, self._position, index, index)
                     self._units.append(unit)
         sizes = []
@@ -161,8 +164,9 @@ class StageLayout:
             before = self._position
             for name, spec in specs.items():
                 if spec.tied_to is None and name not in self._entries:
-                    self._hold(name, spec, part.boxes.get(name))
+                    self._add_parameter(name, spec, part.boxes.get(name))
             sizes.append(self._position - before)
+        # Shared parameters come first, so that the other layers' units have no gaps.
         start = self._units[-1].stop if self._units else 0
         for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
             self._units.append(
@@ -179,10 +183,10 @@ class StageLayout:
                 full.removeprefix(prefix): self._entries[spec.tied_to or full]
                 for full, spec in specs.items()
             }
-            self._layers.append(HeldLayer(name, layer, entries, layer.is_random))
+            self._layers.append(LocalLayer(name, layer, entries, layer.is_random))
         return first, len(self._layers)
 
-    def _hold(self, name: str, spec: Any, boxes: Any) -> None:
+    def _add_parameter(self, name: str, spec: ParameterSpec, boxes: Sequence[Box] | None) -> None:
         origin: ParameterEntry = self._table[name]
         entry = ParameterEntry(name, tuple(spec.shape), self._position, origin.trainable)
         self._position = entry.stop
@@ -193,23 +197,25 @@ class StageLayout:
         holder, holder_count = stages.index(mesh.pipeline_rank), len(stages)
         # All ranks that hold the parameter must compute the same turn.
         turn = [*self.shared].index(name) if name in self.shared else self._turns
+        # Parameters that no rule splits are whole on all tensor ranks: the first counts them.
         if boxes is None:
             boxes = (whole_box(origin.shape),)
             is_counted &= mesh.tensor_rank == 0
             holder = holder * mesh.tensor_size + mesh.tensor_rank
             holder_count *= mesh.tensor_size
             self._turns += name not in self.shared
-        written = written_part(entry.size, turn, holder, holder_count)
-        self._slices.append(Slice(entry, tuple(boxes), is_counted, written))
+        written = range_to_write(entry.size, turn, holder, holder_count)
+        self._local_parameters.append(LocalParameter(entry, tuple(boxes), is_counted, written))
 
 
 def _shared(
-    table: Any,
+    table: ParameterTable,
     names: Sequence[str],
     stages: Sequence[tuple[int, int]],
     stages_of_rank: Sequence[Sequence[int]],
 ) -> dict[str, tuple[int, ...]]:
     """Return the parameters that several stages use: name -> pipeline ranks that hold it."""
+    # By stages first: two stages of one rank share a copy, and only ranks exchange.
     users: dict[str, set[int]] = {}
     for stage, (first, stop) in enumerate(stages):
         for name in names[first:stop]:

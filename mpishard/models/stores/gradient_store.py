@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,8 @@ ACCUMULATION = np.dtype(np.float32)
 """Dtype in which the ranks' bfloat16 contributions are summed."""
 
 _COMPRESSED = np.dtype(ml_dtypes.bfloat16)
+
+_GiveBack = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class GradientStore(ABC):
     """Gradients by unit: `gradient` to add into, `reduce` when a backward pass is done with it.
 
     A *round* is the backward passes that one update uses: one, or several that accumulate. `begin`
-    opens a backward pass, `settle` ends it.
+    opens a backward pass, and `await_reductions` ends it.
 
     Parameters
     ----------
@@ -85,6 +87,7 @@ class GradientStore(ABC):
             self._stale[0].give_back()
             del self._stale[0]
         self._is_last = this.is_last
+        # The choice may change between steps; without it the buffers' memory is free.
         if not this.compresses:
             self._compression = None
         elif self._compression is None:
@@ -113,16 +116,16 @@ class GradientStore(ABC):
 
     @abstractmethod
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        """Return the array of `gradient`, and whether nothing was written to it yet.
+        """Return the gradient buffer, and True if this pass is the first to write to it.
 
-        If so, the caller clears it or writes all of it: the next call returns False.
+        The first writer must overwrite the buffer, because it holds old values.
         """
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
         """Reduce ``unit``: this rank adds nothing more to it in this pass."""
 
-    def settle(self) -> None:
+    def await_reductions(self) -> None:
         """Wait for the reductions of this pass."""
         while self.in_flight:
             self._finish_oldest()
@@ -175,6 +178,7 @@ class ReplicatedGradients(GradientStore):
     def __init__(self, layout: StoreLayout, slot: Arena | None = None) -> None:
         super().__init__(layout)
         self._slot = slot
+        # Shared memory takes no bytes until it is written, and is booked then.
         self._is_booked = slot is None
         self._touched: set[int] = set()
         self._compressed: Arena | None = None
@@ -213,6 +217,7 @@ class ReplicatedGradients(GradientStore):
             self._touched.clear()
 
     def _make_buffers(self) -> CompressionBuffers:
+        # One buffer as long as the vector: units travel from it side by side.
         compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)
         self._compressed = compression.free.pop()
         return compression
@@ -222,13 +227,13 @@ class ReplicatedGradients(GradientStore):
         # The first writer of a round overwrites: zeroing the vector would be one more pass over
         # memory.
         self._touched.add(unit.index)
-        return self.vector[self._place(unit, unit.start, unit.stop)], is_empty
+        return self.vector[self._range_of(unit, unit.start, unit.stop)], is_empty
 
     def reduce(self, unit: Unit) -> None:
         # Gradients of several passes are added here and travel once.
         if not self._is_last:
             return
-        full, part = self.gradient(unit), self._place(unit, unit.start, unit.stop)
+        full, part = self.gradient(unit), self._range_of(unit, unit.start, unit.stop)
         carrier = self._carrier
         if self._compression is not None:
             assert self._compressed is not None
@@ -240,6 +245,7 @@ class ReplicatedGradients(GradientStore):
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
         travels = carrier.mine[part]
+        # The model's and the unit's number go along: another model's call is refused by name.
         work = self.backend.all_reduce_async(travels, subject=self.layout.subjects[unit.index])
         return _Reduction(work, full, full if carrier is self._slot else travels)
 
@@ -248,10 +254,10 @@ class ReplicatedGradients(GradientStore):
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
         """Return the rank's own gradients of ``pieces``, reduced or not."""
-        return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
+        return [self.vector[self._range_of(p.unit, p.start, p.stop)] for p in pieces]
 
-    def _place(self, unit: Unit, start: int, stop: int) -> slice:
-        """Return the place of the flat range ``[start, stop)`` of ``unit`` in the vector."""
+    def _range_of(self, unit: Unit, start: int, stop: int) -> slice:
+        """Return the indices of the flat range ``[start, stop)`` of ``unit`` in the vector."""
         shift = self._shifts[unit.index]
         return slice(start + shift, stop + shift)
 
@@ -301,7 +307,7 @@ class ScatteredGradients(ReplicatedGradients):
         for piece in self._pieces if self._spreads else ():
             if piece.unit.index in self.layout.frozen:
                 continue
-            full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
+            full = self.vector[self._range_of(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
             self.backend.all_gather(own, out=full, subject=self.layout.subjects[piece.unit.index])
 
@@ -354,7 +360,8 @@ class NodeGradients(ScatteredGradients):
             # Only the owner's memory has the sum, and the other ranks read it there.
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
-            view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
+            view = self._carrier.of(owner)[self._range_of(piece.unit, piece.start, piece.stop)]
+            # A rule that wrote here would change what other ranks still read.
             view.flags.writeable = False
             views.append(view)
         return views
@@ -382,7 +389,7 @@ class ShardedGradients(GradientStore):
 
     def __init__(self, layout: StoreLayout, slots: Sequence[Arena] = ()) -> None:
         super().__init__(layout)
-        # By unit: this rank's piece, and the distance of its place in the shard from its place in
+        # By unit: this rank's piece, and the distance of its start in the shard from its start in
         # the flat vector.
         self._pieces: dict[int, Piece] = {}
         self._shifts: dict[int, int] = {}
@@ -447,6 +454,7 @@ class ShardedGradients(GradientStore):
         if buffer is not None:
             return buffer.mine[self._whole[unit.index]], False
         if self._is_deferring:
+            # Of the unit's own length: it is kept for the round, and the pooled ones go on.
             array = self.layout.allocate(MemoryCategory.FULL_GRADIENTS, unit.length)
             buffer = self._deferred[unit.index] = self.layout.private_slot(array)
         else:
@@ -459,7 +467,9 @@ class ShardedGradients(GradientStore):
             return
         slot = self._open.pop(unit.index, None)
         carrier = self._deferred.pop(unit.index, slot)
-        loans: list[tuple[list[Any], Any]] = [] if slot is None else [(self._free, slot)]
+        loans: list[_GiveBack] = []
+        if slot is not None:
+            loans.append(partial(self._free.append, slot))
         compression, whole = self._compression, self._whole[unit.index]
         if compression is not None:
             while not compression.free:
@@ -469,7 +479,7 @@ class ShardedGradients(GradientStore):
             # The rounded copy travels, so that the next unit can use the full buffer at once.
             if slot is not None:
                 self._free.append(slot)
-            loans = [(compression.free, carrier)]
+            loans = [partial(compression.free.append, carrier)]
         # Later micro-batches add to the sum; the first one of a round replaces the last round's.
         adds = unit.index in self._reduced
         self._reduced.add(unit.index)
@@ -480,7 +490,7 @@ class ShardedGradients(GradientStore):
             is_direct &= not is_device_array(target) and target.dtype == ACCUMULATION
         if not is_direct:
             scratch = self._take_scratch(wide=compression is not None)
-            loans.append((self._scratch, scratch))
+            loans.append(partial(self._scratch.append, scratch))
             result = scratch[: target.size]
         assert carrier is not None
         work = carrier.reduce_into(result, whole, subject=self.layout.subjects[unit.index])
@@ -489,6 +499,7 @@ class ShardedGradients(GradientStore):
     def abandon(self) -> None:
         self._free += self._open.values()
         self._open.clear()
+        # Not back to the pool: deferred gradients have buffers of their own lengths.
         self._deferred.clear()
         self._scratch.clear()
         if self.in_flight:
@@ -521,6 +532,7 @@ class ShardedGradients(GradientStore):
     def _take_scratch(self, *, wide: bool) -> Array:
         """Return a buffer for one piece, in the gradient's dtype, or with ``wide`` the sum's."""
         dtype = ACCUMULATION if wide else self.layout.dtype
+        # Of two dtypes, if compression was turned on or off between steps.
         for index, buffer in enumerate(self._scratch):
             if buffer.dtype == dtype:
                 return self._scratch.pop(index)
@@ -544,6 +556,7 @@ class WrappedGradients(GradientStore):
     def __init__(self, inner: GradientStore, layout: StoreLayout | None = None) -> None:
         super().__init__(layout or inner.layout)
         self._inner = inner
+        # The same deque: the layers' loop asks the outer store whether anything is under way.
         self.in_flight = inner.in_flight
 
     def begin(self, this: BackwardPass) -> None:
@@ -566,8 +579,8 @@ class WrappedGradients(GradientStore):
     def reduce(self, unit: Unit) -> None:
         self._inner.reduce(unit)
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def await_reductions(self) -> None:
+        self._inner.await_reductions()
 
     def abandon(self) -> None:
         self._inner.abandon()
@@ -598,20 +611,21 @@ class _Reduction:
         object, or a buffer that is copied or added.
     adds : bool
         Whether the gradient is a sum, to which the result is added.
-    loans : sequence of (list, object)
-        Buffers that the reduction uses until its end, each with the list of free ones.
+    loans : sequence of callable
+        Each makes a buffer free again, which the reduction uses until its end.
     """
 
     work: Work
     target: Array
     result: Array
     adds: bool = False
-    loans: Sequence[tuple[list[Any], Any]] = ()
+    loans: Sequence[_GiveBack] = ()
 
     def finish(self) -> None:
         target = self.target
         self.work.wait()
         if self.result is not target:
+            # A sum of bfloat16 contributions was made on the host, also for a GPU's gradient.
             values = array_namespace(target).asarray(self.result)
             if self.adds:
                 target += values
@@ -620,8 +634,8 @@ class _Reduction:
         self.give_back()
 
     def give_back(self) -> None:
-        for free, buffer in self.loans:
-            free.append(buffer)
+        for give_back in self.loans:
+            give_back()
 
 
 class CompressionBuffers:
@@ -661,6 +675,7 @@ class CompressionBuffers:
 def encode(gradient: Array, compressed: Array) -> None:
     """Round ``gradient``, shape (n,), to the nearest bfloat16 into ``compressed``, shape (n,)."""
     source = to_host(gradient)
+    # In chunks that fit the cache, because the conversion makes a temporary array.
     step = chunk_length(source)
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN stay what they are
         for start in range(0, int(source.size), step):

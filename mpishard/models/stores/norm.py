@@ -82,6 +82,7 @@ def squared_norm(arrays: Sequence[Array]) -> float | Array:
 def _squared_norm_on_device(arrays: Sequence[Array]) -> Array:
     runs: list[Array] = []
     for array in arrays:
+        # Pieces of neighbouring units: one kernel launch for them instead of one for each.
         if runs and lie_end_to_end(runs[-1], array):
             runs[-1] = stretched(runs[-1], int(runs[-1].size + array.size))
         elif array.size:
@@ -89,12 +90,13 @@ def _squared_norm_on_device(arrays: Sequence[Array]) -> Array:
     xp = array_namespace(arrays[0])
     # The sums of a run, and so their bits, depend on its length alone.
     blocks = [-(-int(run.size) // (_SQUARES.threads * _PER_THREAD)) for run in runs]
-    partial, total, place = xp.empty(sum(blocks), np.float64), xp.empty(1, np.float64), 0
+    partial, total, position = xp.empty(sum(blocks), np.float64), xp.empty(1, np.float64), 0
     for run, count in zip(runs, blocks, strict=True):
         if run.dtype == np.float16:
             run = run.astype(np.float32)  # noqa: PLW2901 - kernels have no float16
-        part = partial[place : place + count]
-        _SQUARES.launch(count, run.dtype, run, part, int(run.size))
-        place += count
-    _TOTAL.launch(1, np.float64, partial, total, place)
+        sums = partial[position : position + count]
+        _SQUARES.launch(count, run.dtype, run, sums, int(run.size))
+        position += count
+    # One block adds all partial sums in a fixed order: atomics would change bits from run to run.
+    _TOTAL.launch(1, np.float64, partial, total, position)
     return total

@@ -23,10 +23,11 @@ from mpishard.sharding import Piece, ShardingConfiguration, Unit
 _log = logging.getLogger("mpishard")
 
 
-def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
+def log_ignored_offload(config: ShardingConfiguration, device: Device) -> None:
     """Log on rank 0 that the flags change nothing, for a model that is in host memory anyway."""
     flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
     ignored = ", ".join(flag for flag in flags if getattr(config, flag))
+    # No warning: one script may run on machines with and without a GPU.
     if ignored and not device.is_gpu and config.communication_backend.rank == 0:
         _log.info("%s has no effect, because the model is in host memory already", ignored)
 
@@ -46,7 +47,7 @@ class OffloadedParameters(ParameterStore):
 
     def __init__(self, inner: ParameterStore, layout: StoreLayout) -> None:
         super().__init__(layout)
-        self.held = inner.held
+        self.local_pieces = inner.local_pieces
         self.once_per_node = inner.once_per_node
         self.in_flight = inner.in_flight
         self._inner = inner
@@ -61,6 +62,7 @@ class OffloadedParameters(ParameterStore):
 
     def prefetch(self, unit: Unit) -> None:
         if unit.index not in self._buffers:
+            # The host gathers meanwhile; a copy to the GPU would need one more buffer there.
             self._inner.prefetch(unit)
 
     def unshard(self, unit: Unit) -> Array:
@@ -107,6 +109,7 @@ class OffloadedGradients(WrappedGradients):
 
     def __init__(self, inner: GradientStore, layout: StoreLayout) -> None:
         super().__init__(inner, layout)
+        # Buffers of the longest unit fit all, so that any free one can be taken.
         self._slot_length = max(unit.length for unit in layout.trained_units)
         self._free: list[Array] = []
         self._open: dict[int, Array] = {}
@@ -170,6 +173,7 @@ class UpdateStage:
 
         An exception in the block leaves the parameters unchanged, if they were copied.
         """
+        # Parameters too, although they are on the GPU: a rule works where its state is.
         near = self._bring("parameters", parameters)
         yield near, self._bring("gradients", gradients)
         if near is not parameters:

@@ -30,7 +30,7 @@ class ParameterStore(ABC):
 
     Attributes
     ----------
-    held : tuple of Piece
+    local_pieces : tuple of Piece
         Pieces that this rank writes when parameters come from elsewhere, as from a file.
     once_per_node : bool
         Whether all parameters exist once on every node, where its ranks read them.
@@ -42,7 +42,7 @@ class ParameterStore(ABC):
         Gathers under way, by index of their unit.
     """
 
-    held: tuple[Piece, ...]
+    local_pieces: tuple[Piece, ...]
     once_per_node: bool = False
     owners_only: bool = False
     is_whole: bool = False
@@ -69,7 +69,7 @@ class ParameterStore(ABC):
 
         ``read(start, out)`` writes the range of this rank's own vector that begins at ``start``.
         """
-        for piece, target in zip(self.held, self.owned(self.held), strict=True):
+        for piece, target in zip(self.local_pieces, self.owned(self.local_pieces), strict=True):
             read(piece.start, target)
         self.refresh()
 
@@ -101,7 +101,9 @@ class ParameterStore(ABC):
 
     def copy_from(self, other: ParameterStore) -> None:
         """Take the values of a store of the same strategy; communicates nothing."""
-        for target, values in zip(self.owned(self.held), other.owned(self.held), strict=True):
+        for target, values in zip(
+            self.owned(self.local_pieces), other.owned(self.local_pieces), strict=True
+        ):
             target[...] = values
 
     @abstractmethod
@@ -120,7 +122,8 @@ class ReplicatedParameters(ParameterStore):
 
     def __init__(self, layout: StoreLayout) -> None:
         super().__init__(layout)
-        self.held = layout.pieces(sharded=False)
+        self.local_pieces = layout.pieces(sharded=False)
+        # One vector, so that an update of all units runs over one range.
         self._vector = layout.allocate(MemoryCategory.PARAMETERS, self.layout.length)
         # Made once, because layers cache views of these arrays, and renew them for other arrays.
         self._full = [_read_only(self._vector[u.start : u.stop]) for u in layout.units]
@@ -162,7 +165,7 @@ class NodeParameters(ParameterStore):
 
     def __init__(self, layout: StoreLayout, vector: Array) -> None:
         super().__init__(layout)
-        self.held = layout.pieces()
+        self.local_pieces = layout.pieces()
         # The ledger's share: this rank's pieces, and an equal part of those of other nodes. So the
         # shares of a node's ranks add up to all parameters.
         here = sum(
@@ -171,7 +174,7 @@ class NodeParameters(ParameterStore):
             for rank in self.backend.peers
         )
         elsewhere = ShardLayout(layout.length - here, len(self.backend.peers))
-        share = sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
+        share = sum(p.length for p in self.local_pieces) + elsewhere.size(self.backend.local_rank)
         layout.book(MemoryCategory.PARAMETERS, vector, share)
         self._vector = vector
         self._is_on_one_node = self.backend.node_count == 1
@@ -190,13 +193,13 @@ class NodeParameters(ParameterStore):
     def fill(self, unit: Unit, full: Array | None) -> None:
         # Scattered, so that rank 0 is the only one that ever holds the whole unit.
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
-        (mine,) = self.owned([self.held[unit.index]])
+        (mine,) = self.owned([self.local_pieces[unit.index]])
         subject = self.layout.subjects[unit.index]
         mine[...] = self.backend.scatter(full, root=0, counts=counts, subject=subject)
-        self.publish([self.held[unit.index]])
+        self.publish([self.local_pieces[unit.index]])
 
     def refresh(self) -> None:
-        self.publish(self.held)
+        self.publish(self.local_pieces)
 
     def unshard(self, unit: Unit) -> Array:
         return self._full[unit.index]
@@ -206,7 +209,7 @@ class NodeParameters(ParameterStore):
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         """Wait until all ranks have written their pieces, and fetch those of other nodes."""
-        # On one node the values are where all ranks read them: a barrier tells that they are ready.
+        # On one node all ranks read the values in place: after a barrier they are complete.
         if self._is_on_one_node:
             self.backend.barrier(subject=self.layout.subject)
         else:
@@ -237,6 +240,7 @@ class UnitBuffers:
 
     def __init__(self, layout: StoreLayout) -> None:
         self._layout = layout
+        # A buffer of the longest kept unit would be too long for all others.
         passing = [unit.length for unit in layout.units if unit.index not in layout.kept]
         self.shared_length = max(passing, default=0)
         self.kept: dict[int, Array] = {}
@@ -273,8 +277,10 @@ class ShardedParameters(ParameterStore):
 
     def __init__(self, layout: StoreLayout) -> None:
         super().__init__(layout)
-        self.held = layout.pieces()
-        self._shard = layout.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
+        self.local_pieces = layout.pieces()
+        self._shard = layout.allocate(
+            MemoryCategory.PARAMETERS, sum(p.length for p in self.local_pieces)
+        )
         self._pool = pool = UnitBuffers(layout)
         self._buffers: dict[int, Array] = {}
         # Gathers that an error has left under way, and the buffers that they write to.
@@ -305,7 +311,7 @@ class ShardedParameters(ParameterStore):
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
         subject = self.layout.subjects[unit.index]
         piece = self.backend.scatter(full, root=0, counts=counts, subject=subject)
-        copy_into(self._shard[self.held[unit.index].in_shard], piece)
+        copy_into(self._shard[self.local_pieces[unit.index].in_shard], piece)
 
     def prefetch(self, unit: Unit) -> None:
         if unit.index in self._buffers:
@@ -318,7 +324,7 @@ class ShardedParameters(ParameterStore):
             self._pool.give(index, free)
         buffer = self._pool.take(unit)
         # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
-        piece = self._shard[self.held[unit.index].in_shard]
+        piece = self._shard[self.local_pieces[unit.index].in_shard]
         self._buffers[unit.index] = buffer
         self.in_flight[unit.index] = self.backend.all_gather_async(
             piece, out=buffer[: unit.length], subject=self.layout.subjects[unit.index]
@@ -355,8 +361,8 @@ class ShardedParameters(ParameterStore):
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         views = []
         for piece in pieces:
-            held = self.held[piece.unit.index]
-            start = held.offset + piece.start - held.start
+            whole = self.local_pieces[piece.unit.index]
+            start = whole.offset + piece.start - whole.start
             views.append(self._shard[start : start + piece.length])
         return views
 
@@ -389,9 +395,10 @@ class MixedParameters(ParameterStore):
         self, layout: StoreLayout, masters: ParameterStore, copies: ParameterStore
     ) -> None:
         super().__init__(layout)
-        self.held = masters.held
+        self.local_pieces = masters.local_pieces
         self.in_flight = copies.in_flight
         self.is_whole = copies.is_whole
+        # A rank with all masters rounds them itself, which sends nothing.
         self.owners_only = not isinstance(masters, ReplicatedParameters)
         self._masters = masters
         self._copies = copies
@@ -402,11 +409,11 @@ class MixedParameters(ParameterStore):
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         self._masters.fill(unit, full)
-        self._round([self.held[unit.index]])
+        self._round([self.local_pieces[unit.index]])
 
     def refresh(self) -> None:
         self._masters.refresh()
-        self._round(self.held)
+        self._round(self.local_pieces)
 
     def prefetch(self, unit: Unit) -> None:
         self._copies.prefetch(unit)
@@ -435,10 +442,11 @@ class MixedParameters(ParameterStore):
     def changed(self) -> None:
         # Owners have rounded and published their pieces already.
         if not self.owners_only:
-            self._round(self.held)
+            self._round(self.local_pieces)
 
     def copy_from(self, other: ParameterStore) -> None:
         assert isinstance(other, MixedParameters)
+        # Both, without rounding again: a copy of a model communicates nothing.
         self._masters.copy_from(other._masters)
         self._copies.copy_from(other._copies)
 
@@ -446,6 +454,7 @@ class MixedParameters(ParameterStore):
         """Round masters that this rank holds. Collective if only their owners do."""
         masters, copies = self._masters.owned(pieces), self._copies.owned(pieces)
         for master, copy in zip(masters, copies, strict=True):
+            # By the owner and before publishing: all ranks compute with the same copies.
             round_into(copy, master)
         if self.owners_only:
             self._copies.publish(pieces)

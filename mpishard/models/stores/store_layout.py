@@ -63,7 +63,7 @@ class StoreLayout:
 
     @property
     def is_alone_on_gpu(self) -> bool:
-        """Whether one rank holds all, in the memory of a GPU: a shard is then the whole."""
+        """True if one rank holds all in the memory of a GPU: its shard is the whole vector."""
         return self.backend.world_size == 1 and self.device.is_gpu and not self.is_on_host
 
     @property
@@ -95,7 +95,7 @@ class StoreLayout:
     def pieces_of_all(self) -> tuple[Piece, ...]:
         """Return the pieces of all owners, in flat order: the flat vector, cut by unit and owner.
 
-        Their ``offset`` is the place in the flat vector at which they begin.
+        Their ``offset`` is their start in the flat vector.
         """
         return tuple(
             Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)
@@ -108,6 +108,7 @@ class StoreLayout:
         """Return an uninitialised vector, booked under ``category``."""
         if not (self.is_on_host and self.device.is_gpu):
             return self.ledger.allocate(category, length, self.dtype, self.device)
+        # Only pinned memory is copied to a GPU without a detour through a driver's buffer.
         array = self.device.pinned(length, self.dtype)
         self.ledger.book(category, array, array.nbytes)
         return array
@@ -136,6 +137,7 @@ class StoreLayout:
         # Vectors on cache lines of their own: ranks that write side by side share none.
         stride = aligned(max(1, length), dtype)
         arena = self.backend.allocate_arena(stride * count, dtype)
+        # None on all ranks of the node together: they have agreed on it.
         if arena is None:
             return None
         return [arena.part(start, length) for start in range(0, stride * count, stride)]
@@ -143,6 +145,7 @@ class StoreLayout:
     def private_slot(self, array: Array) -> Arena:
         """Return the slot of a rank that shares no memory: it has ``array`` alone."""
         backend = self.backend
+        # An arena, so that stores reduce in one way with and without shared memory.
         vectors = {backend.rank: array}
         return Arena(vectors, backend.rank, backend.reduce_scatter_async, backend.barrier_async)
 

@@ -12,7 +12,7 @@ from mpishard.base import Array, copy_into
 from mpishard.communication import CommunicationBackend, ProcessMesh, all_texts
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at
+from mpishard.sharding import LocalParameter, ParameterEntry, Placement, Unit, unit_at
 
 Fill = Callable[[int, Array], None]
 """``fill(start, out)`` writes the range of the model's vector that begins at ``start``."""
@@ -30,13 +30,16 @@ class ModelVector:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
-    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+    def distribute(
+        self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill
+    ) -> None:
         """Distribute the values of world rank 0. Collective. No rank holds two full units."""
         units, begins = parameters.layout.units, parameters.backend.rank == 0
         # Several groups of ranks may hold all parameters, each in a store of its own.
         is_one_store = parameters.backend.world_size == world.world_size
         # One buffer for all units: no rank ever holds two of them.
         length = max(u.length for u in units) if begins or not is_one_store else 0
+        # On the host: initial values are drawn there, for every device the same.
         full = np.empty(length, parameters.layout.dtype)
         for unit in units:
             values = full[: unit.length]
@@ -88,7 +91,7 @@ class ModelVector:
         """Return the model's vector, if ``own`` is each rank's part of it. Collective."""
         return own
 
-    def held_alike(self) -> list[tuple[int, int]]:
+    def replicated_ranges(self) -> list[tuple[int, int]]:
         """Return this rank's ranges of the vector that other ranks of one batch hold too."""
         return []
 
@@ -114,7 +117,9 @@ class MeshVector(ModelVector):
         layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
         self._layers = [tuple(entries) for _, entries in layers]
 
-    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+    def distribute(
+        self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill
+    ) -> None:
         layout = parameters.layout
         # The first rank of a data group gives the others their pieces, when a unit is filled.
         begins = parameters.backend.rank == 0
@@ -128,14 +133,14 @@ class MeshVector(ModelVector):
                 fill(start, values)
             world.broadcast(values, root=0)
             moved = [ParameterEntry(e.name, e.shape, e.start - start, e.trainable) for e in entries]
-            part = Placement(moved, _slices_in(self.placement, entries))
-            for held in part.slices:
-                unit, place = _place_of(layout.units, held)
+            part = Placement(moved, _local_in(self.placement, entries))
+            for local in part.local_parameters:
+                unit, in_unit = _unit_of(layout.units, local)
                 if begins:
                     if unit.index not in buffers:
                         buffers[unit.index] = np.empty(unit.length, layout.dtype)
-                    part.take(values, held.entry.start, buffers[unit.index][place])
-                missing[unit.index] -= held.entry.size
+                    part.take(values, local.entry.start, buffers[unit.index][in_unit])
+                missing[unit.index] -= local.entry.size
                 if not missing[unit.index]:
                     parameters.fill(unit, buffers.pop(unit.index, None))
 
@@ -159,74 +164,79 @@ class MeshVector(ModelVector):
         assert full is not None
         return full
 
-    def held_alike(self) -> list[tuple[int, int]]:
+    def replicated_ranges(self) -> list[tuple[int, int]]:
         others = [p for rank, p in enumerate(self._placements) if rank != self._mesh.model.rank]
-        theirs = {(s.entry.name, box) for p in others for s in p.slices for box in s.boxes}
+        # By name and box: tensor ranks hold other boxes of the parameters that are split.
+        theirs = {
+            (s.entry.name, box) for p in others for s in p.local_parameters for box in s.boxes
+        }
         return [
-            (held.entry.start, held.entry.stop)
-            for held in self.placement.slices
-            if any((held.entry.name, box) in theirs for box in held.boxes)
+            (local.entry.start, local.entry.stop)
+            for local in self.placement.local_parameters
+            if any((local.entry.name, box) in theirs for box in local.boxes)
         ]
 
-    def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
+    def _reader(self, parameters: ParameterStore) -> Callable[[LocalParameter], Array]:
         layout = parameters.layout
-        last: dict[int, Array] = {}  # a unit is read once, because its slices come in sequence
+        last: dict[int, Array] = {}  # a unit is read once, because its parameters come in sequence
 
-        def read(held: Slice) -> Array:
-            unit, place = _place_of(layout.units, held)
+        def read(local: LocalParameter) -> Array:
+            unit, in_unit = _unit_of(layout.units, local)
             if unit.index not in last:
                 last.clear()
                 last[unit.index] = layout.device.namespace.empty(unit.length, layout.dtype)
                 parameters.read(unit, last[unit.index])
-            return last[unit.index][place]
+            return last[unit.index][in_unit]
 
         return read
 
     def _collect(
-        self, read: Callable[[Slice], Array], layout: StoreLayout, root: int | None
+        self, read: Callable[[LocalParameter], Array], layout: StoreLayout, root: int | None
     ) -> Array | None:
         xp = layout.device.namespace
-        wants, local_root = True, 0
+        takes_part, local_root = True, 0
         if root is not None:
             pipeline, tensor, data = self._mesh.coordinates_of(root)
-            wants = self._mesh.data_rank == data
+            # Other data groups hold the same values, and need not send them.
+            takes_part = self._mesh.data_rank == data
             local_root = pipeline * self._mesh.tensor_size + tensor
-        receives = wants and root in (None, self._mesh.world.rank)
+        receives = takes_part and root in (None, self._mesh.world.rank)
         full = xp.empty(self.placement.length, layout.dtype) if receives else None
         for entries in self._layers:
-            # Every rank reads, even if it wants no result: a gather needs its whole data group.
-            held_here = _slices_in(self.placement, entries)
-            own = [read(held) for held in held_here if held.is_counted]
-            if not wants:
+            # Every rank reads, even if it sends nothing: a gather needs its whole data group.
+            found = _local_in(self.placement, entries)
+            own = [read(local) for local in found if local.is_counted]
+            if not takes_part:
                 continue
+            # One message for each layer, however many parameters it has.
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
-            together: Array | None
+            everyone: Array | None
             if root is None:
-                together = self._mesh.model.all_gather(mine, subject=layout.subject)
+                everyone = self._mesh.model.all_gather(mine, subject=layout.subject)
             else:
-                together = self._mesh.model.gather(mine, root=local_root, subject=layout.subject)
-            if full is None or together is None:
+                everyone = self._mesh.model.gather(mine, root=local_root, subject=layout.subject)
+            if full is None or everyone is None:
                 continue
             position = 0
             for placement in self._placements:
-                for held in _slices_in(placement, entries):
-                    if held.is_counted:
-                        values = together[position : position + held.entry.size]
-                        placement.put(values, held.entry.start, full)
-                        position += held.entry.size
+                for local in _local_in(placement, entries):
+                    if local.is_counted:
+                        values = everyone[position : position + local.entry.size]
+                        placement.put(values, local.entry.start, full)
+                        position += local.entry.size
         return full
 
 
-def _slices_in(placement: Placement, entries: Sequence[ParameterEntry]) -> list[Slice]:
-    """Return the rank's slices of these parameters, in the model's order."""
-    places = {entry.name: place for place, entry in enumerate(entries)}
-    found = [held for held in placement.slices if held.entry.name in places]
-    return sorted(found, key=lambda held: places[held.entry.name])
+def _local_in(placement: Placement, entries: Sequence[ParameterEntry]) -> list[LocalParameter]:
+    """Return the rank's local parameters of these entries, in the model's order."""
+    order = {entry.name: index for index, entry in enumerate(entries)}
+    found = [local for local in placement.local_parameters if local.entry.name in order]
+    return sorted(found, key=lambda local: order[local.entry.name])
 
 
-def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
-    """Return the unit of a slice, and the slice's range in it."""
-    start, stop = held.entry.start, held.entry.stop
+def _unit_of(units: Sequence[Unit], local: LocalParameter) -> tuple[Unit, slice]:
+    """Return the unit of a local parameter, and the parameter's range in it."""
+    start, stop = local.entry.start, local.entry.stop
     unit = unit_at(units, start)
     return unit, slice(start - unit.start, stop - unit.start)
 
@@ -234,14 +244,20 @@ def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
 def _exchange(group: CommunicationBackend, placement: Placement) -> list[Placement]:
     """Return the placement of each rank of the group, by rank. Collective."""
     mine = [
-        [held.entry.name, list(held.entry.shape), held.entry.start, held.boxes, held.is_counted]
-        for held in placement.slices
+        [
+            local.entry.name,
+            list(local.entry.shape),
+            local.entry.start,
+            local.boxes,
+            local.is_counted,
+        ]
+        for local in placement.local_parameters
     ]
     return [
         Placement(
             placement.entries,
             [
-                Slice(
+                LocalParameter(
                     ParameterEntry(name, tuple(shape), start),
                     tuple(tuple((low, high) for low, high in box) for box in boxes),
                     is_counted,

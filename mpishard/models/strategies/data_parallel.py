@@ -118,6 +118,7 @@ class ZeRO2Model(ShardedModelBase):
     @contextlib.contextmanager
     def _remember(self, updates: list[Update]) -> Iterator[None]:
         parameters = [update.parameters for update in updates]
+        # A copy, because the rule changes parameters in place.
         before = np.concatenate(parameters) if parameters else np.empty(0, self.dtype)
         yield
         after = np.concatenate(parameters) if parameters else before

@@ -16,6 +16,7 @@ from mpishard.models.programs.stage_layout import MeshChoices
 from mpishard.models.strategies.data_parallel import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
+    Costs,
     GPipeSchedule,
     IPipelinePartitionStrategy,
     IPipelineSchedule,
@@ -23,6 +24,9 @@ from mpishard.pipeline import (
 )
 from mpishard.sharding import ShardingConfiguration, refuse_several_replicas
 from mpishard.tensor import SplitKind, partition_chain
+
+Partition = IPipelinePartitionStrategy | Costs
+"""A strategy that assigns layers to stages, or the layers' costs."""
 
 DATA_POLICIES: dict[str, Policy] = {
     "ddp": DDPModel.policy,
@@ -39,14 +43,14 @@ class MeshOptions:
 
     micro_batch_count: int
     schedule: IPipelineSchedule
-    partition_strategy: Any
+    partition_strategy: Partition | None
     checkpoint_config: ActivationCheckpointConfig | None
     sequence_parallel: bool
     data_parallel_strategy: str
     order: tuple[str, ...]
 
 
-def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_mesh_options(given: Mapping[str, object]) -> dict[str, Any]:
     """Return the options as a mesh model keeps them. Communicates nothing.
 
     Parameters
@@ -68,7 +72,7 @@ def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axis_sizes(
-    config: ShardingConfiguration, pipeline: Any, tensor: Any, data: Any
+    config: ShardingConfiguration, pipeline: int, tensor: int, data: int
 ) -> tuple[int, int, int]:
     """Return the sizes of a replica's axes; ``data`` may be -1, for the rest of the ranks.
 
@@ -119,6 +123,7 @@ def _checked(name: str, given: Any) -> Any:
                 raise TypeError(f"{name} must be an ActivationCheckpointConfig{_but(given)}")
             return given
         case "data_parallel_strategy":
+            # "ZeRO-1" is how papers spell it.
             known = str(given).lower().replace("-", "")
             if known not in DATA_POLICIES:
                 raise ValueError(f"unknown {name} {given!r}; there are {', '.join(DATA_POLICIES)}")
@@ -126,7 +131,7 @@ def _checked(name: str, given: Any) -> Any:
     raise KeyError(name)
 
 
-def _schedule(given: Any) -> IPipelineSchedule:
+def _schedule(given: object) -> IPipelineSchedule:
     if given is None:
         return GPipeSchedule()
     if isinstance(given, str):
@@ -136,7 +141,7 @@ def _schedule(given: Any) -> IPipelineSchedule:
     return given
 
 
-def _partition_strategy(given: Any) -> Any:
+def _partition_strategy(given: Any) -> Partition | None:
     if given is None or isinstance(given, IPipelinePartitionStrategy):
         return given
     # A class can be called and a text is a sequence, but neither gives costs of layers.
@@ -148,10 +153,11 @@ def _partition_strategy(given: Any) -> Any:
             "partition_strategy must be an IPipelinePartitionStrategy, a function of a "
             f"LayerInfo, or one cost for each layer{what or _but(given)}"
         )
-    return given
+    costs: Costs = given
+    return costs
 
 
-def _but(given: Any) -> str:
+def _but(given: object) -> str:
     """Return the end of an error message: the value that was given instead."""
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.communication import AXES, ProcessMesh
-from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.contracts import ILayeredModel, ModelMetadata, UserModel
 from mpishard.models.engine.leaves import check_leaves
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshProgram
@@ -21,6 +21,7 @@ from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
     MeshOptions,
+    Partition,
     axis_sizes,
     checked_mesh_options,
     idle_axes,
@@ -56,12 +57,12 @@ class MeshModel(ShardedModelBase):
 
     policy: Policy = DDPModel.policy
     # Whether metadata describe the axis: a strategy with one axis does not describe the other.
-    _tells_of_pipeline: ClassVar[bool] = True
-    _tells_of_tensor_axis: ClassVar[bool] = True
+    _describes_pipeline: ClassVar[bool] = True
+    _describes_tensor_axis: ClassVar[bool] = True
 
     def __init__(
         self,
-        wrapped_model: Any,
+        wrapped_model: UserModel,
         config: ShardingConfiguration,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
@@ -69,7 +70,7 @@ class MeshModel(ShardedModelBase):
         *,
         micro_batch_count: int = 1,
         schedule: IPipelineSchedule | str | None = None,
-        partition_strategy: Any = None,
+        partition_strategy: Partition | None = None,
         checkpoint_config: ActivationCheckpointConfig | None = None,
         sequence_parallel: bool = False,
         data_parallel_strategy: str = "zero1",
@@ -131,10 +132,11 @@ class MeshModel(ShardedModelBase):
                 "'fsdp', which divides samples and state over all ranks, or a model that "
                 "implements ILayeredModel (mpishard.nn)"
             )
+        # One line with all reasons: every rank would say the same.
         if self.rank == 0 and found:
             _log.warning("%r: %s", self, "; ".join(found))
 
-    def _shared_choices(self) -> dict[str, Any]:
+    def _shared_choices(self) -> dict[str, object]:
         options = self._options
         return {
             "mesh": " x ".join(map(str, self._sizes)),
@@ -163,12 +165,17 @@ class MeshModel(ShardedModelBase):
         # One data rank has no other to shard with.
         if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
+        # Nothing of a black box can be cut: all ranks of a replica compute the same.
         if isinstance(program, WholeProgram):
             if self.mesh.model_size > 1:
                 # Of the ranks that repeat one another's work, the first counts and writes.
-                speaks = self.mesh.model.rank == 0
-                program.replica = MeshReplica(self.mesh, speaks=speaks, predicts_together=False)
-                program.vector = ModelVector(Placement.whole(program.entries, is_counted=speaks))
+                reports_loss = self.mesh.model.rank == 0
+                program.replica = MeshReplica(
+                    self.mesh, reports_loss=reports_loss, predicts_together=False
+                )
+                program.vector = ModelVector(
+                    Placement.whole(program.entries, is_counted=reports_loss)
+                )
             return program
         model: ILayeredModel = self._wrapped_model
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
@@ -182,22 +189,21 @@ class MeshModel(ShardedModelBase):
             takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
             return model.validate_partition_point(after) and not takes_integers
 
-        given: Any = self._options.partition_strategy
-        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
+        given = self._options.partition_strategy
         stages = partition_layers(
             model.get_all_layer_info(),
             count,
-            given if is_strategy else None,
-            costs=None if is_strategy else given,
+            given if isinstance(given, IPipelinePartitionStrategy) else None,
+            costs=None if isinstance(given, IPipelinePartitionStrategy) else given,
             can_cut=can_cut,
         )
         # Rank 0 decides, because costs may be times that its clock has measured.
-        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
+        agreed = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         choices = MeshChoices(
             self.mesh,
             self._options.schedule,
             self._options.micro_batch_count,
-            tuple((int(first), int(stop)) for first, stop in dealt),
+            tuple((int(first), int(stop)) for first, stop in agreed),
             self._options.sequence_parallel,
             self._options.checkpoint_config,
         )
@@ -295,7 +301,7 @@ class MeshModel(ShardedModelBase):
                 "ParametersSharded": True,
                 "ParametersReplicated": False,
             }
-        if self._tells_of_pipeline:
+        if self._describes_pipeline:
             strategy, by = self._options.partition_strategy, None
             if isinstance(strategy, IPipelinePartitionStrategy):
                 by = type(strategy).__name__
@@ -312,7 +318,7 @@ class MeshModel(ShardedModelBase):
                 "PartitionStrategy": by,
                 "SupportsDecomposedBackward": self.is_compute_partitioned,
             }
-        if self._tells_of_tensor_axis:
+        if self._describes_tensor_axis:
             style = "ColumnThenRow"
             if self._options.sequence_parallel:
                 style += "+Sequence"
@@ -399,15 +405,15 @@ class PipelineParallelModel(MeshModel):
     """
 
     strategy: ClassVar[str] = "PipelineParallel"
-    _tells_of_tensor_axis: ClassVar[bool] = False
+    _describes_tensor_axis: ClassVar[bool] = False
 
     def __init__(
         self,
-        wrapped_model: Any,
+        wrapped_model: UserModel,
         config: ShardingConfiguration,
         micro_batch_count: int = 1,
         *,
-        partition_strategy: Any = None,
+        partition_strategy: Partition | None = None,
         schedule: IPipelineSchedule | str | None = None,
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
@@ -445,11 +451,11 @@ class TensorParallelModel(MeshModel):
     """
 
     strategy: ClassVar[str] = "TensorParallel"
-    _tells_of_pipeline: ClassVar[bool] = False
+    _describes_pipeline: ClassVar[bool] = False
 
     def __init__(
         self,
-        wrapped_model: Any,
+        wrapped_model: UserModel,
         config: ShardingConfiguration,
         *,
         sequence_parallel: bool = False,

@@ -34,6 +34,7 @@ from mpishard.contracts import (
     IShardedModel,
     ModelMetadata,
     PathLike,
+    UserModel,
 )
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.evaluation import (
@@ -42,12 +43,12 @@ from mpishard.models.engine.evaluation import (
     mean_loss,
     synchronize_gradient,
 )
-from mpishard.models.engine.leaves import check_leaves, check_leaves_of, say_what_may_differ
+from mpishard.models.engine.leaves import check_leaves, check_leaves_of, warn_of_other_bits
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.program import Program
-from mpishard.models.stores.offload import say_what_is_ignored
+from mpishard.models.stores.offload import log_ignored_offload
 from mpishard.models.wrapper.files import ModelFiles
-from mpishard.models.wrapper.held import HeldParameters, compare_replicas
+from mpishard.models.wrapper.local_shard import LocalShard, compare_replicas
 from mpishard.models.wrapper.wrapped import (
     agreed_vector,
     feature_member,
@@ -61,8 +62,8 @@ from mpishard.models.wrapper.wrapping import (
     is_owned_by,
     program_of,
     require_same_on_all_ranks,
-    say_what_is_slow,
     take_ownership,
+    warn_of_slow_products,
 )
 from mpishard.nn import LinearModel
 from mpishard.observe import MemoryLedger
@@ -139,10 +140,10 @@ class ShardedModelBase(IShardedModel):
     policy: Policy
     strategy: ClassVar[str]
     engine: Engine
-    """The one way in which the parameters change; after `close` every use of it raises."""
+    """Changes the parameters, and nothing else does; after `close` every use of it raises."""
     _remembered: tuple[weakref.ref[Any], int] | None = None
 
-    def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
+    def __init__(self, wrapped_model: UserModel, config: ShardingConfiguration) -> None:
         if wrapped_model is None:
             raise TypeError("wrapped_model must be a model, got None")
         require_type("config", config, ShardingConfiguration)
@@ -151,7 +152,8 @@ class ShardedModelBase(IShardedModel):
         self._require("strategy")
         self._wrapped_model = wrapped_model
         self._config = config
-        self._said_train = False
+        self._has_logged_train = False
+        # Here and not at the first step: a wrong launch is refused before parameters are made.
         self.backend.initialize()
         self._check_leaves()
         self._on_before_initialize_sharding()
@@ -187,16 +189,18 @@ class ShardedModelBase(IShardedModel):
         # Before the first collective whose length depends on the model: it would fail in another
         # way if the ranks' models differed.
         require_same_on_all_ranks(program, self.strategy, self._config, self._shared_choices())
+        # Only after the comparison: groups of ranks are made by collectives.
         program = self._divided(program)
         if self._config.replica_size is not None:
             program.replica.train_apart(self._replicas(self._config.replica_size))
         self.engine = self._build_engine(program)
-        say_what_is_ignored(self._config, program.device)
-        say_what_is_slow(self._config, program)
+        log_ignored_offload(self._config, program.device)
+        warn_of_slow_products(self._config, program)
         if self.gradient_leaves is not None:
-            say_what_may_differ(self._config, program.dtype)
-        program.vector.deal(self.engine.parameters, self.backend, program.fill)
-        program.deal_constants(self.backend)
+            warn_of_other_bits(self._config, program.dtype)
+        program.vector.distribute(self.engine.parameters, self.backend, program.fill)
+        # Seeds and buffers: a unit's values are not all that rank 0 decides.
+        program.distribute_constants(self.backend)
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")
         self._is_once_per_node = store.once_per_node and reason is None
@@ -209,7 +213,7 @@ class ShardedModelBase(IShardedModel):
                 reason,
             )
 
-    def _shared_choices(self) -> dict[str, Any]:
+    def _shared_choices(self) -> dict[str, object]:
         """Choices besides the configuration that must be the same on all ranks, for JSON."""
         return {}
 
@@ -240,7 +244,7 @@ class ShardedModelBase(IShardedModel):
         return self._config.communication_backend
 
     @property
-    def wrapped_model(self) -> Any:
+    def wrapped_model(self) -> UserModel:
         return self._wrapped_model
 
     @property
@@ -258,12 +262,12 @@ class ShardedModelBase(IShardedModel):
     @property
     def data_rank(self) -> int:
         """Index of the part of a batch that this rank computes, from 0 to `data_size` - 1."""
-        return self.engine.replica.dealt.rank
+        return self.engine.replica.sample_group.rank
 
     @property
     def data_size(self) -> int:
         """Number of ranks, or groups of ranks, that divide the samples of a batch."""
-        return self.engine.replica.dealt.world_size
+        return self.engine.replica.sample_group.world_size
 
     @property
     def gradient_leaves(self) -> int | None:
@@ -340,7 +344,7 @@ class ShardedModelBase(IShardedModel):
             "Strategy": self.strategy,
             "WorldSize": self.world_size,
             "Rank": self.rank,
-            **self._held.properties(),
+            **self._shard.properties(),
             "ParametersOncePerNode": self._is_once_per_node,
         }
         record = self.engine.record
@@ -384,9 +388,9 @@ class ShardedModelBase(IShardedModel):
                 "train with its step(), or call its reset() first"
             )
         rate = self._config.learning_rate
-        if not self._said_train and self.rank == 0:
+        if not self._has_logged_train and self.rank == 0:
             _log.info("train: plain gradient descent with learning rate %g", rate)
-            self._said_train = True
+            self._has_logged_train = True
 
         return self.engine.step(x, y, descent(rate), {"learning_rate": rate}).loss
 
@@ -521,6 +525,7 @@ class ShardedModelBase(IShardedModel):
         self.engine.replicas.require_equal("apply_gradients")
         self.engine.round.require_none("apply_gradients()")
         vector = agreed_vector(self.engine, gradients, "apply_gradients", rate)
+        # `change` and no `update`: a gradient given by the user counts as no step.
         self.engine.change(descent(rate), self.engine.given(vector))
 
     def synchronize_gradients(self) -> Array | None:
@@ -590,16 +595,16 @@ class ShardedModelBase(IShardedModel):
 
         In mixed precision these are the float32 parameters, which the rank updates.
         """
-        return self._held.values()
+        return self._shard.values()
 
     @property
-    def _held(self) -> HeldParameters:
-        return HeldParameters(self.engine)
+    def _shard(self) -> LocalShard:
+        return LocalShard(self.engine)
 
     # The names by which subclasses of the mirrored hierarchy know a rank's shard.
 
     @property
-    def _wrapped_model_internal(self) -> Any:
+    def _wrapped_model_internal(self) -> UserModel:
         return self._wrapped_model
 
     @property
@@ -614,7 +619,7 @@ class ShardedModelBase(IShardedModel):
 
     @_local_shard.setter
     def _local_shard(self, values: Array) -> None:
-        self._held.write(values)
+        self._shard.write(values)
 
     _shard_start_index: int = _as_dealt("_shard_start_index", lambda start, stop: start)
     _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
@@ -644,7 +649,7 @@ class ShardedModelBase(IShardedModel):
         There is one range per unit. On a mesh a slice of a matrix by columns consists of several
         ranges; adjacent ranges are joined.
         """
-        return self._held.ranges()
+        return self._shard.ranges()
 
     @contextlib.contextmanager
     def unsharded(self, root: int | None = None) -> Iterator[Any]:
@@ -699,9 +704,9 @@ class ShardedModelBase(IShardedModel):
         It is made without communication, and shared memory cannot be. So steps of the copy send
         data that a model made by `as_distributed` reads in place.
 
-        A copy that all ranks use together is told from other models by its place among the copies
-        that were made since the last collective. So a copy that one rank alone makes should be the
-        last of these, or a collective such as ``backend.barrier()`` should follow it.
+        Collectives distinguish copies by the order in which they were made since the last
+        collective. So a copy that one rank alone makes should be the last of these, or a
+        collective such as ``backend.barrier()`` should follow it.
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
@@ -758,6 +763,7 @@ class ShardedModelBase(IShardedModel):
             For other bytes, or those of another model, before anything is communicated; on every
             rank if the ranks were given different bytes. The model is unchanged then.
         """
+        # All is checked before parameters change: after an error the model is as it was.
         vector, choices = self._files.unpacked(data)
         self.set_parameters(vector)
         self._files.take_choices(choices)
@@ -819,15 +825,15 @@ class ShardedModelBase(IShardedModel):
         """All that this rank holds."""
         return self._files.arrays_to_read()
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Mapping[str, object]:
         """Origin of the parameters and figures of their training, for checkpoints."""
         return self._files.metadata(self.strategy)
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices that the plain model could not take."""
         self._files.check_metadata(metadata)
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Mapping[str, object]) -> None:
         """Continue from a checkpoint whose parameters have been read."""
         self._files.restored(metadata)
 
@@ -885,7 +891,7 @@ class ShardedModelBase(IShardedModel):
 
     def generate(
         self,
-        prompt: Any,
+        prompt: object,
         length: int,
         temperature: float = 1.0,
         seed: int = 0,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mpishard import checkpoint
-from mpishard.base import Array, to_host
+from mpishard.base import Array, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     NUMBER,
@@ -64,9 +64,10 @@ class ModelFiles:
         full = to_host(self.engine.gather())
         return named_bytes(self.parameters(), full, self._choices())
 
-    def unpacked(self, data: bytes) -> tuple[Array, dict[str, Any]]:
+    def unpacked(self, data: bytes) -> tuple[Array, dict[str, object]]:
         """Return the vector and the choices in bytes of `serialize`. Collective."""
         arrays, choices = tensors_of(data), choices_of(data)
+        # Local checks come first: bytes that are wrong on all ranks cost no message.
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
         self._check_choices(choices)
         # Different choices would make different models from equal vectors, unnoticed by any rank.
@@ -93,14 +94,14 @@ class ModelFiles:
     def arrays_to_read(self) -> checkpoint.Pieces:
         """Return all pieces that this rank holds."""
         self.engine.round.require_none("loading a checkpoint")
-        return self._regions(self.engine.parameters.held)
+        return self._regions(self.engine.parameters.local_pieces)
 
     def _regions(self, pieces: Sequence[Piece], *, written: bool = False) -> checkpoint.Pieces:
         owned = self.engine.parameters.owned(pieces)
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
-    def metadata(self, strategy: str) -> Mapping[str, Any]:
+    def metadata(self, strategy: str) -> Mapping[str, object]:
         """Return the origin of the parameters and figures of their training."""
         origin = {
             "strategy": strategy,
@@ -121,8 +122,8 @@ class ModelFiles:
             if hasattr(self.plain, "serialize") and hasattr(self.plain, "deserialize"):
                 # It may hold more than a vector.
                 origin["own"] = base64.b64encode(self.plain.serialize()).decode()
-            elif not self.engine.has_said_what_is_not_saved:
-                self.engine.has_said_what_is_not_saved = True
+            elif not self.engine.has_warned_of_unsaved_attributes:
+                self.engine.has_warned_of_unsaved_attributes = True
                 _log.warning(
                     "checkpoints contain the parameters of %s, but none of its other attributes. "
                     "To save them too, give it serialize() -> bytes and deserialize(data)",
@@ -134,13 +135,13 @@ class ModelFiles:
     def _is_black_box(self) -> bool:
         return not isinstance(self.plain, PlainModelFiles | ILayeredModel | IPlaceableModel)
 
-    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices that the plain model could not take."""
         form = {"steps?": COUNT, "training?": _TRAINING, "own?": TEXT}
         require_form(metadata, form, "metadata.model")
         self._check_choices(choices_in(metadata))
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue from a checkpoint whose parameters have been read."""
         # Random layers depend on the step. The checkpoint of a plain model has none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
@@ -169,11 +170,11 @@ class ModelFiles:
                 "; ".join(changed),
             )
 
-    def _choices(self) -> dict[str, Any]:
+    def _choices(self) -> dict[str, object]:
         model = self.plain
         return model.choices() if isinstance(model, PlainModelFiles) else {}
 
-    def _check_choices(self, choices: Mapping[str, Any]) -> None:
+    def _check_choices(self, choices: Mapping[str, object]) -> None:
         model = self.plain
         if isinstance(model, PlainModelFiles):
             model.check_choices(choices)
@@ -184,7 +185,7 @@ class ModelFiles:
                 "saved them"
             )
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         """Give the plain model the choices of a checkpoint."""
         if isinstance(self.plain, PlainModelFiles):
             self.plain.take_choices(choices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -68,7 +67,7 @@ class PagedModel:
         self._vocabulary_size = plain.vocabulary_size
         self._context_length = plain.context_length
 
-    def prefill(self, prompt: Any) -> tuple[int, Array]:
+    def prefill(self, prompt: object) -> tuple[int, Array]:
         """Begin a sequence with tokens of shape (P,), P >= 1.
 
         Returns
@@ -114,7 +113,7 @@ class PagedModel:
 
     def generate(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[object],
         length: int,
         temperature: float = 1.0,
         seed: int = 0,
@@ -142,6 +141,7 @@ class PagedModel:
         if not length:
             return [np.array(text, np.int64) for text in texts]
         lengths = [len(text) + length - 1 for text in texts]  # the last token is never read
+        # All are checked first: a refusal in the middle would lose the tokens made so far.
         for needed in lengths:
             self._check_length(needed)
         blocks = sum(self.cache.blocks_for(needed) for needed in lengths)
@@ -197,6 +197,6 @@ class PagedModel:
                 f"{self._context_length}"
             )
 
-    def _require_alike(self, name: str, arguments: Any) -> None:
+    def _require_alike(self, name: str, arguments: object) -> None:
         if self._engine is not None:
             require_alike(self._engine.world, f"{name}: the arguments", arguments)

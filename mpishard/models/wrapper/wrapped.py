@@ -12,15 +12,16 @@ import numpy as np
 
 from mpishard.base import Array, MissingInterfaceError, MissingMemberError, array_namespace, to_host
 from mpishard.communication import CommunicationBackend, gather_texts, share_text
-from mpishard.contracts import IFeatureImportance, ILayeredModel
+from mpishard.contracts import IFeatureImportance, ILayeredModel, UserModel
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
 
 
-def holding(model: Any, parameters: Array) -> Any:
+def holding(model: UserModel, parameters: Array) -> Any:
     """Return a plain model with the structure of ``model`` and these ``parameters``."""
     if hasattr(model, "with_parameters"):
         return model.with_parameters(parameters)
+    # A copy: the wrapped model itself must stay without parameters.
     model = copy.deepcopy(model)
     if isinstance(model, ILayeredModel):
         model.reclaim_parameters(parameters)
@@ -29,7 +30,7 @@ def holding(model: Any, parameters: Array) -> Any:
     return model
 
 
-def feature_member(model: Any, name: str, interface: str = "IFeatureAware") -> Any:
+def feature_member(model: object, name: str, interface: str = "IFeatureAware") -> Any:
     """Return a member of ``interface``.
 
     Raises
@@ -46,13 +47,14 @@ def feature_member(model: Any, name: str, interface: str = "IFeatureAware") -> A
     return member
 
 
-def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend) -> None:
+def use_features(model: object, indices: Iterable[int], world: CommunicationBackend) -> None:
     """Use these features and no others; refuse choices that differ between ranks. Collective."""
     set_indices = feature_member(model, "set_active_feature_indices")
     get_indices = feature_member(model, "get_active_feature_indices")
     # Set first and compared afterwards: only the model knows which indices it accepts.
     before = list(get_indices())
     set_indices(indices)
+    # Sorted, because the order in which a user names features has no effect.
     texts = gather_texts(world, json.dumps(sorted(int(index) for index in get_indices())))
     differs = any(text != texts[0] for text in texts)
     found = share_text(world, "; ".join(texts) if differs else "")
@@ -63,7 +65,7 @@ def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend
 
 def generate_tokens(
     engine: Engine,
-    model: Any,
+    model: object,
     prompt: Any,
     length: int,
     temperature: float,
@@ -92,8 +94,9 @@ def generate_tokens(
     )
 
 
-def require_alike(world: CommunicationBackend, what: str, given: Any) -> None:
+def require_alike(world: CommunicationBackend, what: str, given: object) -> None:
     """Refuse a call if ``what``, in words, differs between the ranks. Collective."""
+    # A checksum, because arguments such as a prompt may be long.
     marks = world.all_gather(np.array([zlib.crc32(repr(given).encode())]))
     if (marks != marks[0]).any():
         raise ValueError(

@@ -57,7 +57,7 @@ _owners_lock = threading.Lock()
 _owners: weakref.WeakValueDictionary[int, IShardedModel] = weakref.WeakValueDictionary()
 
 
-def program_of(model: Any, config: ShardingConfiguration) -> Program:
+def program_of(model: object, config: ShardingConfiguration) -> Program:
     """Return the program of ``model``: of layers, of placed parameters, or of a black box.
 
     Raises
@@ -78,7 +78,7 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     return OpaqueProgram(model, config.communication_backend)
 
 
-def require_precision(model: Any, precision: str) -> None:
+def require_precision(model: object, precision: str) -> None:
     """Refuse a model that cannot be computed in a precision. Communicates nothing.
 
     Raises
@@ -91,7 +91,7 @@ def require_precision(model: Any, precision: str) -> None:
         refuse_for_model(f'precision="{precision}"', type(model).__name__, obstacle)
 
 
-def _obstacle(model: Any, precision: str) -> str | None:
+def _obstacle(model: object, precision: str) -> str | None:
     if not isinstance(model, ILayeredModel | IPlaceableModel):
         return OWN_DTYPE
     if isinstance(model, IPlaceableModel) and (obstacle := model.obstacle_to_bfloat16()):
@@ -126,7 +126,7 @@ def _without(layer: Layer) -> list[Layer]:
     return [leaf for child in layer.children.values() for leaf in _without(child)]
 
 
-def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
+def warn_of_slow_products(config: ShardingConfiguration, program: Program) -> None:
     """Warn on rank 0 if bfloat16 products are computed as float32, with both speeds."""
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     is_slow = config.precision is not None and is_ours and not program.device.is_gpu
@@ -143,7 +143,7 @@ def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     )
 
 
-def take_ownership(model: Any, wrapper: IShardedModel) -> None:
+def take_ownership(model: object, wrapper: IShardedModel) -> None:
     """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
 
     Two ranks that set parameters on one object would overwrite each other's.
@@ -164,13 +164,13 @@ def take_ownership(model: Any, wrapper: IShardedModel) -> None:
         )
 
 
-def is_owned_by(model: Any, wrapper: IShardedModel) -> bool:
+def is_owned_by(model: object, wrapper: IShardedModel) -> bool:
     """True if this wrapper holds the object, and not the wrapper that it is a copy of."""
     with _owners_lock:
         return _owners.get(id(_owned_object(model))) is wrapper
 
 
-def give_up_ownership(model: Any, wrapper: IShardedModel) -> None:
+def give_up_ownership(model: object, wrapper: IShardedModel) -> None:
     """Let others wrap the object again.
 
     Raises
@@ -188,13 +188,13 @@ def give_up_ownership(model: Any, wrapper: IShardedModel) -> None:
         del _owners[id(thing)]
 
 
-def _owned_object(model: Any) -> Any:
+def _owned_object(model: object) -> Any:
     """The object that holds the parameters: behind an adapter, the user's own."""
     return model.placed_object if isinstance(model, IPlaceableModel) else model
 
 
 def require_same_on_all_ranks(
-    program: Program, strategy: str, config: ShardingConfiguration, choices: Mapping[str, Any]
+    program: Program, strategy: str, config: ShardingConfiguration, choices: Mapping[str, object]
 ) -> None:
     """Refuse models, or choices about them, that differ between ranks. Collective.
 
@@ -245,12 +245,15 @@ def build_engine(
     parameters and gradients lie in memory that a node's ranks share, if they can share any; the
     call is collective then.
     """
+    # A black box keeps its whole vector; its gradients and state can be sharded still.
     if program.needs_whole_parameters:
         policy = replace(policy, shards_parameters=False)
+    # Before the first large array: a process sets it once.
     reuse_freed_memory()
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
-    own = [held.entry for held in program.vector.placement.slices]
+    own = [local.entry for local in program.vector.placement.local_parameters]
+    # All ranks make models in one order, so that they get equal numbers without a message.
     subject = config.communication_backend.number_model(name, first_names(program.units, own))
     layout = StoreLayout(
         program.units,
@@ -325,6 +328,7 @@ def make_gradient_store(
         length = ShardedGradients.slot_length(layout)
         slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
         return ShardedGradients(layout, slots or ())
+    # Full gradients that peers read in place: a reduction on a node then copies nothing.
     slots = layout.allocate_slots(ReplicatedGradients.length_for(layout), 1)
     slot = slots[0] if slots else None
     # Every rank updates everything, and reads each sum where its owner has made it.

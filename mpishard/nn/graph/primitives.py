@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,7 @@ def _primitive(shape: Callable[..., Shape]) -> Callable[[Callable[..., Array]], 
     return register
 
 
-def _same(first: Shape, *_: Shape, **__: Any) -> Shape:
+def _same(first: Shape, *_: Shape, **__: object) -> Shape:
     return first
 
 

@@ -79,7 +79,7 @@ class ComputationNode:
             elif following not in seen:
                 stack.append((following, iter(following.inputs)))
 
-    def evaluate(self, feeds: Mapping[str | ComputationNode, Any]) -> Array:
+    def evaluate(self, feeds: Mapping[str | ComputationNode, object]) -> Array:
         """Compute the node.
 
         Parameters
@@ -210,7 +210,7 @@ def trace_chain(
     return _trace(chain, constants, x, input_shape)
 
 
-def _apply(op: str, *inputs: ComputationNode, **attributes: Any) -> ComputationNode:
+def _apply(op: str, *inputs: ComputationNode, **attributes: object) -> ComputationNode:
     shape = PRIMITIVES[op].shape(*(node.shape for node in inputs), **attributes)
     return ComputationNode(op, inputs, attributes, shape)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -96,7 +95,7 @@ class Windows:
                 ]
 
 
-def size_pair(owner: str, name: str, value: Any, least: int = 1) -> Pair:
+def size_pair(owner: str, name: str, value: object, least: int = 1) -> Pair:
     """Return ``value``, an integer or a pair of integers, as a pair (rows, columns).
 
     Raises

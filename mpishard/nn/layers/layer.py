@@ -321,7 +321,7 @@ class GradientTargets(MutableMapping[str, Any]):
         array.fill(0)
         return array
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         """Set the gradient of ``name`` to ``value``, as ``g[name] += part`` does at its end.
 
         The memory stays the same: the values of another array are copied into it.

@@ -156,7 +156,7 @@ class GPT(Model):
 
     def generate(
         self,
-        prompt: Any,
+        prompt: object,
         length: int,
         temperature: float = 1.0,
         seed: int = 0,
@@ -241,7 +241,7 @@ def _block(
 
 def generate(
     forward_logits: Callable[[Array, KeyValueCache], Array],
-    prompt: Any,
+    prompt: object,
     length: int,
     *,
     vocabulary_size: int,
@@ -332,7 +332,7 @@ def check_drawing(length: int, temperature: float, top_k: int | None, vocabulary
         raise ValueError(f"top_k must be in [1, {vocabulary_size}], got {top_k}")
 
 
-def checked_prompt(prompt: Any, vocabulary_size: int) -> Array:
+def checked_prompt(prompt: object, vocabulary_size: int) -> Array:
     """Return the prompt as an array, or raise a ValueError with the reason."""
     tokens: Array = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, Device, array_namespace, check_sizes, is_size, to_host
+from mpishard.base import (
+    NAMESPACES,
+    Array,
+    Device,
+    Document,
+    array_namespace,
+    check_sizes,
+    is_size,
+    to_host,
+)
 from mpishard.contracts import ModelMetadata
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh, sigmoid
 from mpishard.nn.layers.composites import Sequential
@@ -161,22 +170,22 @@ class LinearModel(Model):
 
     # -------------------------------------------------------------------------------------- files
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the active features and the spread, each only if it is not the default."""
         choices = super().choices()
         if (self._spread != 1).any():
             choices[_SPREAD] = self._spread.tolist()
         return choices
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Mapping[str, object]) -> None:
         super().check_choices(choices)
         self._spread_of(choices)
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Mapping[str, object]) -> None:
         super().take_choices(choices)
         self._spread = self._spread_of(choices)
 
-    def _spread_of(self, choices: Mapping[str, Any]) -> Array:
+    def _spread_of(self, choices: Mapping[str, object]) -> Array:
         return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -12,7 +12,9 @@ import numpy as np
 from mpishard.base import (
     Array,
     Device,
+    Document,
     DType,
+    Metadata,
     MissingLossError,
     StructureOnlyError,
     array_namespace,
@@ -337,7 +339,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         return self._table.entries
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Document:
         """Return the active features, by full name, of each layer with inactive features."""
         active = {
             name: list(layer.active)
@@ -346,7 +348,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         }
         return {_ACTIVE: active} if active else {}
 
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
+    def check_choices(self, choices: Metadata) -> None:
         for name, indices in choices.get(_ACTIVE, {}).items():
             if name not in self._features:
                 raise ValueError(
@@ -356,7 +358,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 )
             self._features[name].checked(indices)
 
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
+    def take_choices(self, choices: Metadata) -> None:
         active = choices.get(_ACTIVE, {})
         for name, layer in self._features.items():
             layer.active = active.get(name, range(layer.inputs))

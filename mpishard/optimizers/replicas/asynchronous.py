@@ -66,7 +66,9 @@ class AsyncSGDOptimizer(ReplicasOptimizer):
                 f"allow_staleness must be 0 to {MOST_LATE} steps, got {allow_staleness}: each rank "
                 "keeps one more gradient for each"
             )
+        # Without a delay it trains as DDP, and refuses nothing.
         if self.allow_staleness:
+            # A line search needs the gradient at the point that it tries.
             if self._rule.searches:
                 refuse_line_search(type(self._rule).__name__, "gradients come late")
             self._refused = {
@@ -96,6 +98,7 @@ class AsyncSGDOptimizer(ReplicasOptimizer):
         return not self.allow_staleness
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
+        # No ring of late gradients, and no passes of its own: the engine's are the same.
         if self._is_plain:
             return super()._make_state(model, frozen)
         return DelayedState(self._rule, model, frozen, self.allow_staleness, type(self).__name__)

@@ -51,6 +51,7 @@ class Quantization(Code):
             return np.empty(0, np.uint8)
         low, high = values.min(), values.max()
         step = (high - low) / values.dtype.type(self.levels - 1)
+        # Differences as small as this are rounding errors, or 0, by which nothing is divided.
         if high - low < _LEAST_RANGE:
             step = step * 0  # 0 in the dtype of the values
             codes = np.zeros(values.size, np.uint8)
@@ -61,6 +62,7 @@ class Quantization(Code):
     def decode(self, code: Array, out: Array, key: Key) -> None:
         if out.size:
             header = 2 * out.dtype.itemsize
+            # A copy, because bytes cut out of a message need not be aligned for the dtype.
             low, step = code[:header].copy().view(out.dtype)
             out[...] = code[header:]
             out *= step
@@ -83,6 +85,7 @@ class Int8(Code):
         if not values.size:
             return np.empty(0, np.uint8)
         scales = np.maximum.reduceat(np.abs(values), starts) / values.dtype.type(127)
+        # Where all 128 are 0 any divisor will do, but 0.
         each = np.repeat(np.where(scales == 0, 1, scales), _BLOCK)[: values.size]
         drawn = np.random.default_rng(key).random(values.size, np.float32)
         # Adding a random number below 1 and rounding down rounds without bias. Rounding errors may
@@ -114,7 +117,7 @@ class Rounded(Code):
 
 @dataclass(frozen=True)
 class TopK(Code):
-    """The ``ratio`` of all elements that are largest, at least one, with their places."""
+    """The ``ratio`` of all elements that are largest, at least one, with their indices."""
 
     ratio: float
 
@@ -126,12 +129,13 @@ class TopK(Code):
         if not count:
             return np.empty(0, np.uint8)
         # A partition, because the order among the largest means nothing and a sort takes longer.
-        places = np.sort(np.argpartition(np.abs(values), values.size - count)[-count:])
+        indices = np.sort(np.argpartition(np.abs(values), values.size - count)[-count:])
         return np.concatenate(
-            [places.astype(np.uint32).view(np.uint8), values[places].view(np.uint8)]
+            [indices.astype(np.uint32).view(np.uint8), values[indices].view(np.uint8)]
         )
 
     def decode(self, code: Array, out: Array, key: Key) -> None:
         header = 4 * _count(self.ratio, out.size)
+        # What is not sent is 0: error feedback adds it to the next gradient.
         out.fill(0)
         out[code[:header].copy().view(np.uint32)] = code[header:].copy().view(out.dtype)

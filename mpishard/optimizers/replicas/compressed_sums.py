@@ -13,11 +13,11 @@ from mpishard.communication import CommunicationBackend, ReductionOperation, Tre
 from mpishard.models import StoreLayout
 from mpishard.observe import MemoryCategory
 from mpishard.optimizers.replicas.codes import Code
-from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPiece, SumExchange
 
 
 class ErrorFeedback:
-    """The parts that compression has left out so far, which are added to the next gradient.
+    """The values that compression has left out so far, which are added to the next gradient.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
     2019, algorithm 2. All errors are of sums over samples. A step writes new ones into separate
@@ -28,31 +28,33 @@ class ErrorFeedback:
     layout : StoreLayout
         Where memory is booked.
     across : CommunicationBackend
-        The ranks that hold the same parts.
-    parts : sequence of Part
-        This rank's parts.
+        The ranks that hold the same pieces.
+    pieces : sequence of ExchangedPiece
+        This rank's pieces.
 
     Attributes
     ----------
     own : Array
-        Errors of the codes of this rank's parts, shape (all their elements,).
+        Errors of the codes of this rank's pieces, shape (all their elements,).
     reduced : Array
         Errors of its codes of the sums that it owns among these ranks, shape (their elements,).
     own_pieces, reduced_pieces : tuple of Piece
-        The ranges of both, part by part; ``offset`` is the place in the vector. A part that travels
-        whole has no errors, except those read from a checkpoint of other ranks.
+        Where both lie in the flat vector; ``offset`` is the index in `own` or `reduced`. A piece
+        that is sent uncompressed has no errors, except those read from a checkpoint of other
+        ranks.
     """
 
     def __init__(
-        self, layout: StoreLayout, across: CommunicationBackend, parts: Sequence[Part]
+        self, layout: StoreLayout, across: CommunicationBackend, pieces: Sequence[ExchangedPiece]
     ) -> None:
         own, reduced = [], []
         lengths = [0, 0]
-        for part in parts:
-            piece = part.piece
+        for exchanged in pieces:
+            piece = exchanged.piece
             own.append(piece)
             mine = ShardLayout(piece.length, across.world_size).slice(across.rank)
-            if part.is_alike:  # the first replica has all errors: other ranks cut it elsewhere
+            # The first replica has all of its errors: other ranks cut it at other elements.
+            if exchanged.is_replicated:
                 mine = slice(0, 0 if across.rank else piece.length)
             start, stop = piece.start + mine.start, piece.start + mine.stop
             reduced.append(replace(piece, start=start, stop=stop, offset=lengths[1]))
@@ -76,9 +78,9 @@ class ErrorFeedback:
     def reduced(self) -> Array:
         return self._kept[1]
 
-    def of(self, part: int) -> list[tuple[Array, Array]]:
-        """Return old and new errors: of a part, by its index, and of the sums that it owns."""
-        pieces = self.own_pieces[part], self.reduced_pieces[part]
+    def of(self, number: int) -> list[tuple[Array, Array]]:
+        """Return old and new errors: of a piece, by its index, and of the sums that it owns."""
+        pieces = self.own_pieces[number], self.reduced_pieces[number]
         return [
             (old[piece.in_shard], new[piece.in_shard])
             for old, new, piece in zip(self._kept, self._fresh, pieces, strict=True)
@@ -86,12 +88,13 @@ class ErrorFeedback:
 
     def commit(self) -> None:
         """Take the new errors for the old ones: the step has updated the parameters."""
+        # Swapped, not copied: the memory of the old errors receives those of the next step.
         if self._is_complete:
             self._kept, self._fresh = self._fresh, self._kept
         self.drop()
 
-    def settle(self) -> None:
-        """Record that all parts have new errors."""
+    def complete(self) -> None:
+        """Record that all pieces have new errors."""
         self._is_complete = True
 
     def drop(self) -> None:
@@ -100,13 +103,13 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of the gradient in one exchange, on the host.
+class _HostPiece:
+    """A piece of the gradient in one exchange, copied to the host.
 
     Parameters
     ----------
     number : int
-        Its index among the parts.
+        Its index among the pieces.
     values : Array
         This rank's gradient and old errors; then the sum over ranks.
     error : Array
@@ -129,12 +132,11 @@ class CompressedSums(SumExchange):
     The owner adds the decoded values in the order of the one tree, adds its own error, and sends
     the sum as a code to all. With w(n) the bytes of a code of n elements the N ranks of the
     exchange send 2 (N - 1) times the sum of w over the ranges that they own: as an all-reduce does,
-    in codes. Parts that other ranks of the replica exchange too are all-reduced as they are: codes
-    of them would differ if these ranks cut them at other places.
+    in codes. Pieces that are replicated inside the replica are all-reduced as they are.
 
     Parameters
     ----------
-    across, parts
+    across, pieces
         See `SumExchange`; in flat order.
     code : Code
         Encoding of the values that travel.
@@ -145,14 +147,14 @@ class CompressedSums(SumExchange):
     start_step : int
         Earlier steps all-reduce whole values, and neither use nor write errors.
     frozen : sequence of (int, int)
-        Ranges of the flat vector that are not trained. They have no error, because checkpoints hold
-        nothing of them.
+        Bounds in the flat vector of what is not trained. It has no error, because checkpoints hold
+        nothing of it.
     """
 
     def __init__(
         self,
         across: CommunicationBackend,
-        parts: Sequence[Part],
+        pieces: Sequence[ExchangedPiece],
         code: Code,
         errors: ErrorFeedback,
         key: Callable[[], tuple[int, int]],
@@ -161,7 +163,7 @@ class CompressedSums(SumExchange):
         start_step: int,
         frozen: Sequence[tuple[int, int]],
     ) -> None:
-        super().__init__(across, parts)
+        super().__init__(across, pieces)
         self._code = code
         self._errors = errors
         self._key = key
@@ -180,39 +182,41 @@ class CompressedSums(SumExchange):
             return
         is_finite = True
         # Unit by unit, so that only one unit's codes take memory at a time.
-        units = groupby(range(len(self.parts)), lambda n: self.parts[n].piece.unit.index)
+        units = groupby(range(len(self.pieces)), lambda n: self.pieces[n].piece.unit.index)
         for numbers in [list(unit) for _, unit in units]:
-            parts = []
+            given = []
             for n in numbers:
                 (old, error), sums = self._errors.of(n)
-                parts.append(_Part(n, to_host(values[n]) + old, error, *sums))
-            is_finite &= self._exchange_unit(parts)
-            for part in parts:
-                copy_into(values[part.number], part.values)
+                given.append(_HostPiece(n, to_host(values[n]) + old, error, *sums))
+            is_finite &= self._exchange_unit(given)
+            for host in given:
+                copy_into(values[host.number], host.values)
+        # Otherwise the step fails on all ranks, and the old errors stay.
         if is_finite:
-            self._errors.settle()
+            self._errors.complete()
 
-    def _exchange_unit(self, parts: Sequence[_Part]) -> bool:
-        """Exchange the parts of a unit; return whether this rank's values are finite."""
-        is_finite = all(np.isfinite(part.values).all() for part in parts)
+    def _exchange_unit(self, pieces: Sequence[_HostPiece]) -> bool:
+        """Exchange the pieces of a unit; return whether this rank's values are finite."""
+        is_finite = all(np.isfinite(host.values).all() for host in pieces)
         if not is_finite:
             # A code could lose the one element that is not finite, and every rank's step must fail.
-            for part in parts:
-                part.values.fill(np.nan)
+            for host in pieces:
+                host.values.fill(np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
-            for part in parts:
-                if self.parts[part.number].is_alike:
-                    self._take_errors(part)
-                    self.across.all_reduce(part.values)
-            coded = [part for part in parts if not self.parts[part.number].is_alike]
+            for host in pieces:
+                if self.pieces[host.number].is_replicated:
+                    self._take_errors(host)
+                    self.across.all_reduce(host.values)
+            coded = [host for host in pieces if not self.pieces[host.number].is_replicated]
             if coded:
                 self._exchange_codes(coded)
-        for part in parts:
+        # After the exchange, which writes errors everywhere: these elements must have none.
+        for host in pieces:
             own, reduced = (
-                pieces[part.number]
+                pieces[host.number]
                 for pieces in (self._errors.own_pieces, self._errors.reduced_pieces)
             )
-            for new, piece in ((part.error, own), (part.new, reduced)):
+            for new, piece in ((host.error, own), (host.new, reduced)):
                 if not self._keeps_errors:
                     new.fill(0)
                 for start, stop in self._frozen:
@@ -226,68 +230,77 @@ class CompressedSums(SumExchange):
     def abandon(self) -> None:
         self._errors.drop()
 
-    def _take_errors(self, part: _Part) -> None:
+    def _take_errors(self, host: _HostPiece) -> None:
         """Let errors of sums travel with the values of their owner, and leave none."""
-        own = self._errors.own_pieces[part.number]
-        reduced = self._errors.reduced_pieces[part.number]
-        part.values[reduced.start - own.start : reduced.stop - own.start] += part.old
-        part.error.fill(0)
-        part.new.fill(0)
+        own = self._errors.own_pieces[host.number]
+        reduced = self._errors.reduced_pieces[host.number]
+        host.values[reduced.start - own.start : reduced.stop - own.start] += host.old
+        host.error.fill(0)
+        host.new.fill(0)
 
     def _encode(
-        self, parts: Sequence[_Part], arrays: Sequence[Array], owner: int, sender: int
+        self, pieces: Sequence[_HostPiece], arrays: Sequence[Array], owner: int, sender: int
     ) -> Array:
-        """Return the codes of the pieces of all parts that ``owner`` owns, end to end."""
+        """Return the codes of what ``owner`` owns of all these pieces, end to end."""
         return np.concatenate(
             [
                 self._code.encode(
-                    array, (*self._key(), *self.parts[part.number].key, owner, sender)
+                    array, (*self._key(), *self.pieces[host.number].key, owner, sender)
                 )
-                for part, array in zip(parts, arrays, strict=True)
+                for host, array in zip(pieces, arrays, strict=True)
             ]
         )
 
     def _decode(
-        self, codes: Array, parts: Sequence[_Part], out: Sequence[Array], owner: int, sender: int
+        self,
+        codes: Array,
+        pieces: Sequence[_HostPiece],
+        out: Sequence[Array],
+        owner: int,
+        sender: int,
     ) -> int:
         """Write the values of `_encode` to ``out``; return the length of their codes."""
         position = 0
-        for part, array in zip(parts, out, strict=True):
+        for host, array in zip(pieces, out, strict=True):
             stop = position + self._code.wire_bytes(array.size, array.dtype.itemsize)
-            key = (*self._key(), *self.parts[part.number].key, owner, sender)
+            key = (*self._key(), *self.pieces[host.number].key, owner, sender)
             self._code.decode(codes[position:stop], array, key)
             position = stop
         return position
 
-    def _exchange_codes(self, parts: Sequence[_Part]) -> None:
+    def _exchange_codes(self, pieces: Sequence[_HostPiece]) -> None:
         """Replace the values by the decoded sums over ranks; write new errors."""
         size, rank = self.across.world_size, self.across.rank
-        layouts = [ShardLayout(part.values.size, size) for part in parts]
+        layouts = [ShardLayout(host.values.size, size) for host in pieces]
 
         def owned(arrays: Sequence[Array], owner: int) -> list[Array]:
             return [a[layout.slice(owner)] for a, layout in zip(arrays, layouts, strict=True)]
 
-        given, errors = [part.values for part in parts], [part.error for part in parts]
-        sent = [self._encode(parts, owned(given, owner), owner, 1 + rank) for owner in range(size)]
+        # Sender 0 is the owner's sum, so that its random numbers differ from those of rank 0.
+        values, errors = [host.values for host in pieces], [host.error for host in pieces]
+        sent = [
+            self._encode(pieces, owned(values, owner), owner, 1 + rank) for owner in range(size)
+        ]
         for owner, codes in enumerate(sent):
-            self._decode(codes, parts, owned(errors, owner), owner, 1 + rank)
+            self._decode(codes, pieces, owned(errors, owner), owner, 1 + rank)
         # The error is the part of the values that their codes lose; receivers decode the same.
-        for part in parts:
-            np.subtract(part.values, part.error, out=part.error)
+        for host in pieces:
+            np.subtract(host.values, host.error, out=host.error)
+        # By rank: the reducer adds them in the order of the one tree.
         received = []
         for sender, codes in enumerate(self.across.all_to_all(sent)):
-            received.append([np.empty_like(array) for array in owned(given, rank)])
-            self._decode(codes, parts, received[-1], rank, 1 + sender)
-        totals = [np.empty_like(array) for array in owned(given, rank)]
+            received.append([np.empty_like(array) for array in owned(values, rank)])
+            self._decode(codes, pieces, received[-1], rank, 1 + sender)
+        totals = [np.empty_like(array) for array in owned(values, rank)]
         for total, contributions in zip(totals, zip(*received, strict=True), strict=True):
             self._reducer.reduce(list(contributions), ReductionOperation.SUM, total)
         # The sums are encoded once more on their way back, and that error stays with their owner.
-        for total, part in zip(totals, parts, strict=True):
-            np.add(total, part.old, out=total)
-        codes = self.across.all_gather(self._encode(parts, totals, rank, 0))
+        for total, host in zip(totals, pieces, strict=True):
+            np.add(total, host.old, out=total)
+        codes = self.across.all_gather(self._encode(pieces, totals, rank, 0))
         position = 0
         for owner in range(size):
-            out = owned(given, owner)
-            position += self._decode(codes[position:], parts, out, owner, 0)
-        for total, result, part in zip(totals, owned(given, rank), parts, strict=True):
-            np.subtract(total, result, out=part.new)
+            out = owned(values, owner)
+            position += self._decode(codes[position:], pieces, out, owner, 0)
+        for total, result, host in zip(totals, owned(values, rank), pieces, strict=True):
+            np.subtract(total, result, out=host.new)

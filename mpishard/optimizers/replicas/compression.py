@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from mpishard.base import Array, as_count, as_flag, as_number
+from mpishard.base import Array, Metadata, as_count, as_flag, as_number
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
-from mpishard.models import ShardedModelBase, StoreLayout, written_here
+from mpishard.models import ShardedModelBase, StoreLayout, pieces_to_write
 from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
 from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
-from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, Part
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, ExchangedPiece
 from mpishard.optimizers.replicas.wrapper import ReplicasOptimizer
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import Piece, ShardingConfiguration, refuse_line_search
+from mpishard.sharding import Piece, Region, ShardingConfiguration, refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {
     "quantization": lambda ratio: Quantization(max(2, int(ratio * 256))),
@@ -114,6 +113,7 @@ class GradientCompressionOptimizer(ReplicasOptimizer):
         self.use_sparsification = as_flag("use_sparsification", use_sparsification)
         self.error_feedback = as_flag("error_feedback", error_feedback)
         self.method = method
+        # If both flags are set, the sparse code is chosen.
         if method is None and self.use_sparsification:
             self.method = "top-k"
         elif method is None and self.use_quantization:
@@ -155,30 +155,34 @@ class _CompressedState(ModelState):
         frozen: frozenset[str],
         code: Code,
         seed: int,
-        **choices: Any,
+        *,
+        keeps_errors: bool,
+        start_step: int,
     ) -> None:
         super().__init__(rule, model, frozen)
-        self._code, self._seed, self._choices = code, seed, choices
+        self._code, self._seed = code, seed
+        self._keeps_errors, self._start_step = keeps_errors, start_step
         self._across = model.engine.replica.across
         self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
-        model.engine.lend(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
+        model.engine.use_passes(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
 
     def _make_sums(
-        self, layout: StoreLayout, across: CommunicationBackend, parts: tuple[Part, ...]
+        self, layout: StoreLayout, across: CommunicationBackend, pieces: tuple[ExchangedPiece, ...]
     ) -> CompressedSums:
         program = self.engine.program
         frozen = [(e.start, e.stop) for e in program.entries if e.name in program.frozen]
         # Made again if other units are frozen: then the errors have other lengths.
-        self.errors = ErrorFeedback(layout, across, parts)
+        self.errors = ErrorFeedback(layout, across, pieces)
         return CompressedSums(
             across,
-            parts,
+            pieces,
             self._code,
             self.errors,
             lambda: (self._seed, self.steps),
+            keeps_errors=self._keeps_errors,
+            start_step=self._start_step,
             frozen=frozen,
-            **self._choices,
         )
 
     # Kinds: "error<r>" of replica r's gradients, and "reduced_error" of the sums.
@@ -186,25 +190,31 @@ class _CompressedState(ModelState):
     def arrays_to_write(self) -> Pieces:
         size, rank = self._across.world_size, self._across.rank
         mine = self._regions_of(self.errors.own, self.errors.own_pieces, writes=True)
+        # Every rank names the kinds of all replicas: a save needs the same kinds on all ranks.
         own = {f"{self.kind}/error{r}": mine if r == rank else [] for r in range(size)}
         return {**super().arrays_to_write(), **own, **self._reduced_regions(writes=True)}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas that wrote a checkpoint from its kinds."""
+        # Kinds are counted, because a checkpoint does not record its number of replicas.
         self._writers = sum(f"{self.kind}/error{r}" in kinds for r in range(len(kinds)))
 
     def arrays_to_read(self) -> Pieces:
         size, rank = self._across.world_size, self._across.rank
         errors = self.errors
-        found: dict[str, Any] = {f"{self.kind}/error{r}": [] for r in range(self._writers or size)}
+        found: dict[str, Sequence[tuple[Region, Array]]] = {
+            f"{self.kind}/error{r}": [] for r in range(self._writers or size)
+        }
         self._read = []
+        # Replica j takes the errors of the replicas i with i % size == j: none is lost or doubled.
         for kind in list(found)[rank::size]:
             self._read.append(np.zeros_like(errors.own))
             found[kind] = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
         return {**super().arrays_to_read(), **found, **self._reduced_regions(writes=False)}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         super().restored(metadata)
+        # Added up in place, in the order of the kinds, so that every run has the same bits.
         self.errors.own.fill(0)
         own = self.errors.own
         for vector in self._read:
@@ -213,14 +223,14 @@ class _CompressedState(ModelState):
 
     def _regions_of(
         self, vector: Array, pieces: Iterable[Piece], *, writes: bool
-    ) -> Sequence[tuple[Any, Array]]:
+    ) -> Sequence[tuple[Region, Array]]:
         """Return the trained regions of a vector of ``pieces``; to write, of copies only one."""
         engine, found = self.engine, []
         for piece in pieces:
             trained = engine.program.trained([piece])
-            for part in written_here(trained, engine.placement) if writes else trained:
-                start = piece.offset + part.start - piece.start
-                found.append((part.start, vector[start : start + part.length]))
+            for own in pieces_to_write(trained, engine.placement) if writes else trained:
+                start = piece.offset + own.start - piece.start
+                found.append((own.start, vector[start : start + own.length]))
         return engine.placement.cut(found)
 
     def _reduced_regions(self, *, writes: bool) -> Pieces:

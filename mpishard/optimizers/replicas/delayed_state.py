@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
-from mpishard.base import Array, Data, ShardingError, copy_into
+from mpishard.base import Array, Data, Metadata, ShardingError, copy_into
 from mpishard.checkpoint import Pieces
 from mpishard.communication import differences
 from mpishard.models import ShardedModelBase, StepReport, Update
@@ -18,8 +18,11 @@ from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 
+_Item = TypeVar("_Item")
 
-def _newest(items: Sequence[Any], count: int) -> Sequence[Any]:
+
+def _newest(items: Sequence[_Item], count: int) -> Sequence[_Item]:
+    # Not items[-count:], which has all items if the count is 0.
     return items[max(0, len(items) - count) :]
 
 
@@ -58,9 +61,9 @@ class DelayedState(ModelState):
         self._saved = 0  # number of gradients in a checkpoint that is read
         self._read: list[list[Array]] = []
         self._passes = ExchangedPasses(
-            user, lambda layout, across, parts: DelayedSums(across, parts, layout, delay)
+            user, lambda layout, across, pieces: DelayedSums(across, pieces, layout, delay)
         )
-        model.engine.lend(self._passes)
+        model.engine.use_passes(self._passes)
 
     @property
     def sums(self) -> DelayedSums:
@@ -69,7 +72,7 @@ class DelayedState(ModelState):
         assert isinstance(exchange, DelayedSums)
         return exchange
 
-    def settings(self, update: int | None = None) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> dict[str, object]:
         # A rank whose round failed alone has dropped gradients that the others still have.
         return {**super().settings(update), "gradients under way": self.sums.pending}
 
@@ -87,6 +90,7 @@ class DelayedState(ModelState):
         pending = self.sums.pending  # with this step's
         # Gradients that an error has dropped have no weight any more.
         self._weights = [*self._weights, report.weight][-pending:]
+        # Reported as 0 in the first steps, which update nothing.
         self.norm = 0.0
         if pending > self._delay:
             assert report.gradient_norm is not None
@@ -108,11 +112,13 @@ class DelayedState(ModelState):
         weights = _newest(self._weights, pending)
         try:
             for weight in weights:
+                # Ranks of the node may still read the gradient of the update before.
                 passes.store.await_readers()
                 self.sums.take_oldest(passes.sums())
                 passes.store.spread()
                 engine.update(super().update, passes.again(engine, weight))
         except BaseException:
+            # Ranks may have stopped at different gradients: none of those left may be used.
             engine.abandon()
             raise
         return len(weights)
@@ -122,7 +128,7 @@ class DelayedState(ModelState):
     @property
     def _own_pieces(self) -> tuple[Piece, ...]:
         """The trained pieces of the gradients under way that this rank has."""
-        return self.engine.program.trained([part.piece for part in self.sums.parts])
+        return self.engine.program.trained([exchanged.piece for exchanged in self.sums.pieces])
 
     def arrays_to_write(self) -> Pieces:
         # All replicas have the same sums, so that the first one writes them.
@@ -146,23 +152,24 @@ class DelayedState(ModelState):
         """Return the regions of the gradients under way, by kind."""
         return {
             f"{self.kind}/delayed{number}": self.engine.placement.cut(
-                (piece.start, part) for piece, part in zip(pieces, parts, strict=True)
+                (piece.start, values) for piece, values in zip(pieces, vectors, strict=True)
             )
-            for number, parts in enumerate(gradients)
+            for number, vectors in enumerate(gradients)
         }
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         weights = list(_newest(self._weights, self.sums.pending))
         return {**super().checkpoint_metadata(), "delayed_weights": weights}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue with the saved gradients; if there are more than ``delay``, with the newest."""
         super().restored(metadata)
         kept = _newest(self._read, self._delay)
         weights = _newest(metadata.get("delayed_weights", ()), self._delay)
         self._weights = [float(weight) for weight in weights]
         self._read = []
+        # First the ring is emptied: messages under way would overwrite what is copied there.
         self.sums.expect(len(kept))
-        for targets, parts in zip(self.sums.under_way(self._own_pieces), kept, strict=True):
-            for target, part in zip(targets, parts, strict=True):
-                copy_into(target, part)
+        for targets, saved in zip(self.sums.under_way(self._own_pieces), kept, strict=True):
+            for target, values in zip(targets, saved, strict=True):
+                copy_into(target, values)

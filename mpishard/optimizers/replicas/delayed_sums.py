@@ -8,7 +8,7 @@ from mpishard.base import Array, chunk_length
 from mpishard.communication import CommunicationBackend, Work
 from mpishard.models import StoreLayout
 from mpishard.observe import MemoryCategory
-from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPiece, SumExchange
 from mpishard.sharding import Piece
 
 
@@ -21,8 +21,8 @@ class DelayedSums(SumExchange):
 
     Parameters
     ----------
-    across, parts
-        See `SumExchange`; one part of each unit at most.
+    across, pieces
+        See `SumExchange`; one of each unit at most.
     layout : StoreLayout
         Where memory is booked.
     delay : int
@@ -33,24 +33,30 @@ class DelayedSums(SumExchange):
     pending : int
         Number of gradients whose sums are not used yet; above ``delay`` if one is due.
     length : int
-        Number of elements of this rank's parts.
+        Number of elements of this rank's pieces.
     """
 
     def __init__(
-        self, across: CommunicationBackend, parts: Sequence[Part], layout: StoreLayout, delay: int
+        self,
+        across: CommunicationBackend,
+        pieces: Sequence[ExchangedPiece],
+        layout: StoreLayout,
+        delay: int,
     ) -> None:
-        super().__init__(across, parts)
+        super().__init__(across, pieces)
         self.is_late = delay > 0
         self.pending = 0
         self._delay = delay
-        self.length = sum(part.piece.length for part in parts)
-        # The gradient that is due changes places with the new one, so ``delay`` vectors suffice.
+        self.length = sum(sent.piece.length for sent in pieces)
+        # The gradient that is due is exchanged for the new one, so ``delay`` vectors suffice.
         allocate = layout.allocate
         self._ring = [allocate(MemoryCategory.GRADIENTS, self.length) for _ in range(delay)]
+        # Of each slot, one for each piece: a unit's sums may arrive before those of another.
         self._works: list[list[Work]] = [[] for _ in self._ring]
         self._stale: list[Work] = []
-        self._next = 0  # place of the next gradient; also of the oldest, if all places are in use
-        self._shifts = {p.piece.unit.index: p.piece.offset - p.piece.start for p in parts}
+        self._next = 0  # slot of the next gradient; also of the oldest, if all slots are in use
+        # From a unit's flat index to the index in a vector of the ring.
+        self._shifts = {p.piece.unit.index: p.piece.offset - p.piece.start for p in pieces}
 
     def exchange(self, values: Sequence[Array]) -> None:
         while self._stale:  # reductions that an error has left under way write to these buffers
@@ -62,55 +68,58 @@ class DelayedSums(SumExchange):
                 work.wait()
             return
         self._take(values)
-        vector, place = self._ring[self._next], self._next
-        self._works[place] = [
-            self.across.all_reduce_async(vector[part.piece.in_shard]) for part in self.parts
+        vector, slot = self._ring[self._next], self._next
+        self._works[slot] = [
+            self.across.all_reduce_async(vector[sent.piece.in_shard]) for sent in self.pieces
         ]
-        self._next = (place + 1) % self._delay
+        self._next = (slot + 1) % self._delay
+        # No gradient is due yet, and the ring may still have one that an error has dropped.
         if self.pending <= self._delay:
             for array in values:
                 array.fill(0)
 
     def _take(self, values: Sequence[Array]) -> None:
-        """Wait for the oldest sums, and let them change places with ``values``."""
+        """Wait for the oldest sums, and exchange them for ``values``."""
         self._await(self._next)
         vector = self._ring[self._next]
-        for part, array in zip(self.parts, values, strict=True):
-            own = vector[part.piece.in_shard]
+        for sent, array in zip(self.pieces, values, strict=True):
+            own = vector[sent.piece.in_shard]
             # In chunks, so that no more memory than a chunk's is needed.
             step = chunk_length(own)
             for start in range(0, int(own.size), step):
-                place = slice(start, start + step)
-                kept = own[place].copy()
-                own[place] = array[place]
-                array[place] = kept
+                chunk = slice(start, start + step)
+                kept = own[chunk].copy()
+                own[chunk] = array[chunk]
+                array[chunk] = kept
 
     def take_oldest(self, values: Sequence[Array]) -> None:
         """Write the oldest pending sums to ``values``. Collective."""
-        self._next, newest = self._places()[0], self._next
+        # `_take` reads the next slot, which is the oldest one only if all are in use.
+        self._next, newest = self._slots()[0], self._next
         self._take(values)
         self._next = newest
         self.pending -= 1
 
-    def _places(self) -> list[int]:
-        """Return the places of the gradients under way, oldest first."""
+    def _slots(self) -> list[int]:
+        """Return the slots of the gradients under way, oldest first."""
         return [(self._next - n) % self._delay for n in range(self.pending, 0, -1)]
 
     def under_way(self, pieces: Sequence[Piece]) -> list[list[Array]]:
         """Return ``pieces`` of the sums of all pending gradients, oldest first. Collective."""
-        for place in self._places():
-            self._await(place)
+        for slot in self._slots():
+            self._await(slot)
         shifts = [self._shifts[piece.unit.index] for piece in pieces]
         return [
             [
-                self._ring[place][shift + piece.start : shift + piece.stop]
+                self._ring[slot][shift + piece.start : shift + piece.stop]
                 for shift, piece in zip(shifts, pieces, strict=True)
             ]
-            for place in self._places()
+            for slot in self._slots()
         ]
 
     def expect(self, pending: int) -> None:
         """Set the number of gradients under way; the caller writes them to `under_way`."""
+        # Every slot is written anew: messages of dropped gradients must not arrive in them later.
         self.abandon()
         while self._stale:
             self._stale.pop().wait_until_over()
@@ -118,12 +127,13 @@ class DelayedSums(SumExchange):
             vector.fill(0)
         self.pending = pending
 
-    def _await(self, place: int) -> None:
-        for work in self._works[place]:
+    def _await(self, slot: int) -> None:
+        for work in self._works[slot]:
             work.wait()
-        self._works[place].clear()
+        self._works[slot].clear()
 
     def finish(self) -> None:
+        # The one that was due is used; before that an error must still be able to drop all.
         self.pending = min(self.pending, self._delay)
 
     def abandon(self) -> None:

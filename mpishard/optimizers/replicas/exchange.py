@@ -12,7 +12,7 @@ from mpishard.sharding import Piece
 
 
 class Exchange:
-    """Averages this rank's part of a unit with those of the other replicas, in its own dtype.
+    """Averages this rank's piece of a unit with those of the other replicas, in its own dtype.
 
     `begin` sends shares to their owners, and `mean` waits for them. `answer` sends the owners'
     values to all, and `finish` waits for them. Each call is collective. Shares, and then the
@@ -21,42 +21,43 @@ class Exchange:
     Parameters
     ----------
     across : CommunicationBackend
-        The ranks that hold the same part in the other replicas.
-    part : Piece
-        The part.
+        The ranks that hold the same piece in the other replicas.
+    piece : Piece
+        This rank's piece of the unit.
 
     Attributes
     ----------
     own : slice
-        The elements of the part that this rank owns among these ranks.
+        The elements of the piece that this rank owns among these ranks.
     pieces : list of Piece
         The trained elements among them; the owner of the exchange fills the list.
     """
 
-    def __init__(self, across: CommunicationBackend, part: Piece) -> None:
+    def __init__(self, across: CommunicationBackend, piece: Piece) -> None:
         self.across = across
-        self.part = part
-        self.owners = ShardLayout(part.length, across.world_size)
+        self.piece = piece
+        self.owners = ShardLayout(piece.length, across.world_size)
         self.own = self.owners.slice(across.rank)
         self.pieces: list[Piece] = []
         self._work: Work
 
     def agree(self, values: Array) -> None:
-        """Record ``values``, shape (part.length,), which all replicas have now."""
+        """Record ``values``, shape (piece.length,), which all replicas have now."""
 
     def begin(self, values: Array, share: float, number: int) -> None:
-        """Send ``share`` of ``values``, shape (part.length,), after step ``number``."""
+        """Send ``share`` of ``values``, shape (piece.length,), after step ``number``."""
+        # Shares are multiplied before they travel: the owner adds only, in the order of the tree.
         self._values = values
         self._values *= share
         self._work = self.across.reduce_scatter_async(values)
 
     def mean(self) -> Array:
-        """Return the sum of all shares of this rank's piece, as a writable array."""
+        """Return the sum of all shares of the elements that this rank owns, as a writable array."""
         mean: Array = self._work.wait()
         return mean
 
     def answer(self, values: Array) -> None:
-        """Send ``values`` of this rank's piece to all."""
+        """Send the values of the elements that this rank owns to all."""
         self._work = self.across.all_gather_async(values, out=self._values)
 
     def finish(self) -> None:
@@ -82,21 +83,21 @@ class CodedExchange(Exchange):
     ledger : MemoryLedger
         Books the copy of the values.
     key : tuple of int
-        Key of random numbers: it differs from part to part, and is equal in all replicas.
+        Key of random numbers: it differs from piece to piece, and is equal in all replicas.
     """
 
     def __init__(
         self,
         across: CommunicationBackend,
-        part: Piece,
+        piece: Piece,
         code: Code,
         dtype: DType,
         ledger: MemoryLedger,
         key: tuple[int, ...],
     ) -> None:
-        super().__init__(across, part)
-        self._code, self._part_key = code, key
-        self._agreed = ledger.allocate(MemoryCategory.OPTIMIZER_STATE, part.length, dtype)
+        super().__init__(across, piece)
+        self._code, self._piece_key = code, key
+        self._agreed = ledger.allocate(MemoryCategory.OPTIMIZER_STATE, piece.length, dtype)
         self._number = 0
         self._reducer = TreeReducer()
 
@@ -111,12 +112,13 @@ class CodedExchange(Exchange):
         return change
 
     def _key(self, owner: int, sender: int) -> tuple[int, ...]:
-        return self._number, *self._part_key, owner, sender
+        return self._number, *self._piece_key, owner, sender
 
     def agree(self, values: Array) -> None:
         self._agreed[...] = to_host(values)
 
     def begin(self, values: Array, share: float, number: int) -> None:
+        # The step is a part of the key, so that no two exchanges round by the same random numbers.
         self._values, self._number = values, number
         change = to_host(values) - self._agreed
         change *= share
@@ -139,16 +141,19 @@ class CodedExchange(Exchange):
         return mean
 
     def answer(self, values: Array) -> None:
+        # Sender 0 is the sum: its code draws other numbers than those of the ranks, 1 and up.
         code = self._encode(values - self._agreed[self.own], self.across.rank, 0)
         self._work = self.across.all_gather_async(code)
 
     def finish(self) -> None:
         codes = self._work.wait()
+        # Codes have no headers: their lengths follow from the lengths of the values.
         position = 0
         for owner in range(self.across.world_size):
             length = self._code.wire_bytes(self.owners.size(owner), self._agreed.dtype.itemsize)
             change = self._decode(codes[position : position + length], owner, 0)
             self._agreed[self.owners.slice(owner)] += change
             position += length
+        # The owner takes the decoded sum too, and not its own exact one: all must have one value.
         copy_into(self._values, self._agreed)
         del self._values

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from mpishard.models import (
     StoreLayout,
     UpdatePieces,
     WrappedGradients,
-    dealt,
+    divided_pieces,
     make_gradient_store,
     squared_norm,
 )
@@ -31,60 +30,62 @@ from mpishard.sharding import Piece, Unit
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of the gradient that this rank sums with those of the other replicas.
+class ExchangedPiece:
+    """A piece of the gradient that this rank sums with those of the other replicas.
 
     Parameters
     ----------
     piece : Piece
-        Its range; ``offset`` is its place in the vector of all parts, end to end.
+        Its ``offset`` is that in the vector of all these pieces, end to end.
     key : tuple of int
-        Key of random numbers: it differs from part to part, and is equal in all replicas.
-    is_alike : bool
-        Whether other ranks of the replica exchange it too, and must get the same sums. They may
-        cut it at other places.
+        Key of random numbers: it differs from piece to piece, and is equal in all replicas.
+    is_replicated : bool
+        True for parameters that several tensor ranks hold. They are sent uncompressed, because
+        each rank would cut, and so encode, them differently.
     """
 
     piece: Piece
     key: tuple[int, ...]
-    is_alike: bool = False
+    is_replicated: bool = False
 
 
-def parts_of(
-    pieces: Sequence[Piece], *place: int, alike: Sequence[tuple[int, int]] = ()
-) -> tuple[Part, ...]:
-    """Return the parts of ``pieces``, cut at the bounds of ranges with copies.
+def exchanged_pieces(
+    pieces: Sequence[Piece], *rank: int, replicated: Sequence[tuple[int, int]] = ()
+) -> tuple[ExchangedPiece, ...]:
+    """Return ``pieces`` with their keys, cut at the bounds of replicated parameters.
 
     Parameters
     ----------
     pieces : sequence of Piece
         The pieces that this rank exchanges, one of each unit.
-    *place : int
+    *rank : int
         Index of the rank in its replica, if the replica has several ranks.
-    alike : sequence of (int, int)
-        Ranges of the flat vector that other ranks of the replica hold too.
+    replicated : sequence of (int, int)
+        Bounds in the flat vector of the parameters that other ranks of the replica hold too.
     """
-    parts, position = [], 0
+    found, position = [], 0
     for piece in pieces:
-        inside = [(max(a, piece.start), min(b, piece.stop)) for a, b in alike]
+        inside = [(max(a, piece.start), min(b, piece.stop)) for a, b in replicated]
         cuts = sorted({piece.start, piece.stop, *(n for a, b in inside if a < b for n in (a, b))})
+        # An empty piece has one bound, and so no pair of bounds, but is kept.
         for start, stop in pairwise(cuts) if piece.length else [(piece.start, piece.stop)]:
-            is_alike = any(a <= start and stop <= b for a, b in inside)
-            key = piece.unit.index, *place, *([start - piece.unit.start] if alike else [])
-            parts.append(Part(Piece(piece.unit, start, stop, position), key, is_alike=is_alike))
+            is_replicated = any(a <= start and stop <= b for a, b in inside)
+            key = piece.unit.index, *rank, *([start - piece.unit.start] if replicated else [])
+            exchanged = Piece(piece.unit, start, stop, position)
+            found.append(ExchangedPiece(exchanged, key, is_replicated=is_replicated))
             position += stop - start
-    return tuple(parts)
+    return tuple(found)
 
 
 class SumExchange(ABC):
-    """Turns this rank's parts of a gradient into their sums over all replicas.
+    """Turns this rank's pieces of a gradient into their sums over all replicas.
 
     Parameters
     ----------
     across : CommunicationBackend
-        The ranks that hold the same parts in the other replicas.
-    parts : sequence of Part
-        This rank's parts.
+        The ranks that hold the same pieces in the other replicas.
+    pieces : sequence of ExchangedPiece
+        This rank's pieces.
 
     Attributes
     ----------
@@ -94,16 +95,16 @@ class SumExchange(ABC):
 
     is_late = False
 
-    def __init__(self, across: CommunicationBackend, parts: Sequence[Part]) -> None:
+    def __init__(self, across: CommunicationBackend, pieces: Sequence[ExchangedPiece]) -> None:
         self.across = across
-        self.parts = tuple(parts)
+        self.pieces = tuple(pieces)
 
     def begin(self) -> None:
         """Begin a backward pass."""
 
     @abstractmethod
     def exchange(self, values: Sequence[Array]) -> None:
-        """Replace the values of each part, shape (piece.length,), by a sum. Collective.
+        """Replace the values of each piece, shape (piece.length,), by a sum. Collective.
 
         The sums have the same bits in all replicas.
         """
@@ -132,8 +133,8 @@ class _Progressing(WrappedGradients):
 class ExchangedPasses(Passes):
     """Passes that reduce inside each replica; an exchange turns these sums into those of all.
 
-    A round's last pass reduces inside the replica, so that each rank has the sums of its parts. The
-    exchange writes the sums over all replicas in their place. If only owners have them then, and
+    A round's last pass reduces inside the replica, so that each rank has the sums of its pieces.
+    The exchange overwrites them with the sums over all replicas. If only owners have them then, and
     every rank updates all, they are gathered inside the replica. Without replicas of several ranks
     each rank is a replica.
 
@@ -142,8 +143,8 @@ class ExchangedPasses(Passes):
     user : str
         Class of the optimizer.
     make_exchange : callable
-        ``make_exchange(layout, across, parts)`` gets the ranks that hold the same parts of all
-        replicas, and these parts. Called again if other units are frozen.
+        ``make_exchange(layout, across, pieces)`` receives the ranks that hold the same pieces of
+        all replicas, and these pieces. Called again if other units are frozen.
 
     Attributes
     ----------
@@ -157,7 +158,9 @@ class ExchangedPasses(Passes):
     def __init__(
         self,
         user: str,
-        make_exchange: Callable[[StoreLayout, CommunicationBackend, tuple[Part, ...]], SumExchange],
+        make_exchange: Callable[
+            [StoreLayout, CommunicationBackend, tuple[ExchangedPiece, ...]], SumExchange
+        ],
     ) -> None:
         self.user = user
         self._make_exchange = make_exchange
@@ -165,7 +168,7 @@ class ExchangedPasses(Passes):
     def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
         replica = engine.replica
         self._is_alone, across = not replica.is_grouped, replica.across
-        place: tuple[int, ...] = ()
+        rank: tuple[int, ...] = ()
         alike: list[tuple[int, int]] = []
         if self._is_alone:
             inner: GradientStore = ReplicatedGradients(layout)
@@ -174,37 +177,41 @@ class ExchangedPasses(Passes):
             # Ranks that repeat the work on a black box must draw the same numbers: they have one
             # key.
             is_whole = engine.program.needs_whole_parameters
-            ranks = engine.backend if is_whole else replica.together
+            ranks = engine.backend if is_whole else replica.group
             # A replica of one rank has the same keys with and without ``replica_size``.
-            place = () if ranks.world_size == 1 else (ranks.rank,)
-            alike = engine.program.vector.held_alike()
+            rank = () if ranks.world_size == 1 else (ranks.rank,)
+            alike = engine.program.vector.replicated_ranges()
         pieces = layout.pieces(sharded=not self._is_alone)
         trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
-        parts = parts_of(trained, *place, alike=alike)
-        self.exchange = self._make_exchange(layout, across, parts)
+        exchanged = exchanged_pieces(trained, *rank, replicated=alike)
+        self.exchange = self._make_exchange(layout, across, exchanged)
         self.is_late = self.exchange.is_late
         self._inner = inner
         self.store = _Progressing(inner, across)
         found = UpdatePieces.of(engine.program, layout, engine.policy)
         if self._is_alone:
             return found
-        # All replicas have the same sums: each counts a part.
-        return replace(found, counted=tuple(dealt(found.counted, across.world_size, across.rank)))
+        # All replicas have the same sums: each adds a share of the squares to the norm.
+        return replace(
+            found, counted=tuple(divided_pieces(found.counted, across.world_size, across.rank))
+        )
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: Array, y: Array, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         self.exchange.begin()
+        # Without groups each rank's own sums are those of its replica: nothing is reduced before.
         reduces = is_last and not self._is_alone
         own = super().run(engine, x, y, sample_start, is_last=reduces)
+        # Between replicas only once a round, however many batches it accumulates.
         if is_last:
             self.exchange.exchange(self.sums())
             self.store.spread()
         return own
 
     def sums(self) -> list[Array]:
-        """Return writable views of this rank's parts; ``spread`` follows after they are written."""
-        pieces = [part.piece for part in self.exchange.parts]
+        """Return writable views of this rank's pieces; `spread` follows after they are written."""
+        pieces = [exchanged.piece for exchanged in self.exchange.pieces]
         if isinstance(self._inner, ReplicatedGradients):
             return self._inner.local(pieces)
         return self._inner.owned(pieces)
@@ -217,6 +224,7 @@ class ExchangedPasses(Passes):
         NonFiniteLossError
             On every rank, if they are not finite.
         """
+        # No backward pass has made these sums, so that their norm is not known yet.
         squares = np.array(read_numbers([squared_norm(self.store.owned(engine.pieces.counted))]))
         total = engine.world.all_reduce(squares, subject=engine.layout.subject)
         norm = math.sqrt(float(total[0])) / weight

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
 
 from mpishard.base import as_count, require_type
 from mpishard.contracts import IOptimizer
@@ -107,6 +106,7 @@ class LocalSGDOptimizer(ReplicasOptimizer):
         )
         self.start_step = as_count("start_step", start_step, least=0)
         self.start_period = as_count("start_period", start_period)
+        # A start that exchanges more rarely than the rest would be a mistake.
         if start_period > period:
             raise ValueError(
                 f"start_period must be from 1 to synchronization_period, {period}, got "
@@ -116,11 +116,13 @@ class LocalSGDOptimizer(ReplicasOptimizer):
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
         if outer is not None:
             require_type("outer", outer, Optimizer)
+            # Its gradient is the change of the parameters of H steps, which are clipped already.
             if outer.clip_global_norm or outer.clip_value or outer.parameter_options:
                 raise ValueError(
                     "outer must have no clipping and no parameter_options: give them to the inner "
                     "rule"
                 )
+        # A line search compares values of one function, and replicas see different samples.
         for rule in (self._rule, outer):
             if rule is not None and rule.searches:
                 refuse_line_search(type(rule).__name__, "each replica has a function of its own")
@@ -128,7 +130,7 @@ class LocalSGDOptimizer(ReplicasOptimizer):
         self.exchange = exchange
         self._choose_replicas(strategy)
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, object]:
         outer = None if self.outer is None else self.outer.fingerprint()
         return {**super()._fingerprint(), "outer": outer}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from mpishard.base import (
     BFLOAT16,
     Array,
     Data,
+    Metadata,
     NoSampleError,
     ShardingError,
     array_namespace,
@@ -28,16 +28,16 @@ from mpishard.models import (
     StepReport,
     Update,
     local_gradients,
+    pieces_to_write,
     squared_norm,
-    written_here,
 )
 from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
 from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
-from mpishard.optimizers.replicas.exchanged_passes import parts_of
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
+from mpishard.optimizers.replicas.exchanged_passes import exchanged_pieces
+from mpishard.optimizers.rules.pieces import PieceViews, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import Piece
+from mpishard.sharding import Piece, Region
 
 CODES: dict[str, Code] = {
     "float32": Rounded(np.dtype(np.float32)), "bfloat16": Rounded(BFLOAT16), "int8": Int8(),
@@ -71,25 +71,29 @@ class ReplicaPasses(Passes):
         engine.replicas.require_drifting()
 
     def run(
-        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+        self, engine: Engine, x: Array, y: Array, sample_start: int, *, is_last: bool
     ) -> tuple[float | Array, float | Array]:
         self.store = engine.gradients
         is_last &= self._is_grouped
         return super().run(engine, x, y, sample_start, is_last=is_last)
 
-    def reduced(self, engine: Engine, loss: float | Array, settings: Mapping[str, Any]) -> Reduced:
+    def reduced(
+        self, engine: Engine, loss: float | Array, settings: Mapping[str, object]
+    ) -> Reduced:
         round_, store, pieces = engine.round, self.store, engine.pieces
         if self._is_grouped:
-            engine.program.settle(engine.backend)
+            engine.program.share_changed_state(engine.backend)
             gradients, counted = store.owned(pieces.updated), store.owned(pieces.counted)
         else:
             gradients = counted = local_gradients(store, pieces.updated)
+        # The norm of this replica's gradient alone, because no sum over replicas is made.
         replica = own = np.array(round_.read(squared_norm(counted)))
         if self._is_grouped:
-            replica = engine.replica.together.all_reduce(own.copy())
+            replica = engine.replica.group.all_reduce(own.copy())
         total, weight, _ = round_.totals(own, loss, settings, engine.step_number + 1)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        # Two reports: the caller reads the loss of all ranks, the rule the weight of its replica.
         mine = engine.report(*map(float, replica))
         report = StepReport(engine.mean(total, weight), weight, mine.gradient_norm)
 
@@ -102,7 +106,7 @@ class ReplicaPasses(Passes):
 
 
 class LocalState(ModelState):
-    """The inner rule's state of this rank, and this rank's part of the outer rule's.
+    """The inner rule's state of this rank, and this rank's pieces of the outer rule's.
 
     Attributes
     ----------
@@ -125,7 +129,7 @@ class LocalState(ModelState):
         self._read: list[dict[str, Array]] = []  # of each replica in it that this one reads
         engine = model.engine
         self._agreements = -1  # `agreements` of the engine's replicas at the last `_begin_period`
-        # The ranks that have the same part of the other replicas, and that part.
+        # The ranks that have the same pieces of the other replicas.
         self._is_grouped = engine.replica.is_grouped
         self._across = engine.replica.across
         self._pieces: tuple[Piece, ...] = ()  # the trained pieces that this rank owns
@@ -136,7 +140,7 @@ class LocalState(ModelState):
         self._outer_state = {name: engine.zeros_for_state(self._pieces) for name in names}
 
     def _make_exchanges(self) -> list[Exchange]:
-        """Return an exchange for each trained unit, or its parts with and without copies."""
+        """Return an exchange for each trained unit; two or more if some of it is replicated."""
         engine, name, exchanges, owned = self.engine, self._given.exchange, [], []
         position = 0
         self._trained = [
@@ -145,11 +149,11 @@ class LocalState(ModelState):
             if piece.unit.index not in engine.program.frozen_units
         ]
         # Ranks of a replica that hold copies of a parameter must get the same bits: their changes
-        # travel as they are if codes depend on the other values of a part.
-        alike = engine.program.vector.held_alike() if name == "int8" else []
-        for part in parts_of(self._trained, alike=alike):
-            piece = part.piece
-            if name in (None, self.model.dtype.name) or part.is_alike:
+        # travel as they are if codes depend on the other values of a piece.
+        alike = engine.program.vector.replicated_ranges() if name == "int8" else []
+        for exchanged in exchanged_pieces(self._trained, replicated=alike):
+            piece = exchanged.piece
+            if name in (None, self.model.dtype.name) or exchanged.is_replicated:
                 exchange = Exchange(self._across, piece)
             else:
                 exchange = CodedExchange(
@@ -158,7 +162,7 @@ class LocalState(ModelState):
                     CODES[name],
                     self.model.dtype,
                     engine.layout.ledger,
-                    part.key,
+                    exchanged.key,
                 )
             exchanges.append(exchange)
             start, stop = piece.start + exchange.own.start, piece.start + exchange.own.stop
@@ -166,11 +170,11 @@ class LocalState(ModelState):
             position += stop - start
         self._pieces = engine.program.trained(owned)
         for exchange in exchanges:
-            place = exchange.part
+            whole = exchange.piece
             exchange.pieces = [
                 p
                 for p in self._pieces
-                if p.unit.index == place.unit.index and place.start <= p.start < place.stop
+                if p.unit.index == whole.unit.index and whole.start <= p.start < whole.stop
             ]
         return exchanges
 
@@ -178,6 +182,7 @@ class LocalState(ModelState):
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update this replica, if it has samples."""
+        # Without samples there is no mean gradient; the other replicas go on.
         if report.weight:
             super().update(updates, report)
 
@@ -201,17 +206,17 @@ class LocalState(ModelState):
         if agreements == self._agreements:
             return
         self._agreements, self.since = agreements, 0
-        for exchange, values in zip(self._exchanges, self._parts(), strict=True):
+        for exchange, values in zip(self._exchanges, self._exchanged(), strict=True):
             exchange.agree(values)
             if self._outer is not None:  # the outer rule begins at these values
-                start = exchange.part.start
+                start = exchange.piece.start
                 for piece in exchange.pieces:
                     own = values[piece.start - start : piece.stop - start]
                     copy_into(self._outer_state["anchor"][piece.in_shard], own)
 
-    def _parts(self) -> list[Array]:
-        """Return the parameters that this rank exchanges, part by part, as writable views."""
-        return self.engine.parameters.owned([exchange.part for exchange in self._exchanges])
+    def _exchanged(self) -> list[Array]:
+        """Return the parameters that this rank exchanges, piece by piece, as writable views."""
+        return self.engine.parameters.owned([exchange.piece for exchange in self._exchanges])
 
     def settle(self) -> None:
         """Make all replicas equal now. Collective."""
@@ -221,8 +226,8 @@ class LocalState(ModelState):
         weight = engine.replicas.weight
         # Over all ranks, which is a barrier: ranks of a replica may still read the memory that is
         # changed below. One rank of each replica gives its weight.
-        tells = not self._is_grouped or engine.replica.together.rank == 0
-        mine = np.array([weight * tells])
+        counts = not self._is_grouped or engine.replica.group.rank == 0
+        mine = np.array([weight * counts])
         total = float(engine.world.all_reduce(mine, subject=engine.layout.subject)[0])
         if total:  # otherwise no replica has used a sample
             self._average(weight / total)
@@ -235,7 +240,8 @@ class LocalState(ModelState):
     def _average(self, share: float) -> None:
         """Take the mean of all replicas, or the outer rule's step towards it. Collective."""
         engine, exchanges = self.engine, self._exchanges
-        for exchange, values in zip(exchanges, self._parts(), strict=True):
+        # All exchanges begin before the first is waited for, so that they travel at the same time.
+        for exchange, values in zip(exchanges, self._exchanged(), strict=True):
             exchange.begin(values, share, self.steps)
         means = [exchange.mean() for exchange in exchanges]
         if self._outer is not None and self.steps > self._given.start_step:
@@ -252,19 +258,20 @@ class LocalState(ModelState):
         """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
         engine = self.engine
         self._outer_steps += 1
-        ranges, targets = [], []
+        views, targets = [], []
         for exchange, mean in zip(self._exchanges, means, strict=True):
-            first = exchange.part.start + exchange.own.start
+            first = exchange.piece.start + exchange.own.start
             for piece in exchange.pieces:
                 target = mean[piece.start - first : piece.stop - first]
                 state = {name: v[piece.in_shard] for name, v in self._outer_state.items()}
                 anchor = state.pop("anchor")
+                # The change of the mean is the gradient of the outer rule, which subtracts it.
                 segments = segments_of(engine.program.entries, piece)
-                ranges.append(OwnedRange(anchor, anchor - beside(target, anchor), state, segments))
+                views.append(PieceViews(anchor, anchor - beside(target, anchor), state, segments))
                 targets.append(target)
         names = [entry.name for entry in self.model.parameter_entries]
         outer.update_all(
-            ranges,
+            views,
             UpdateContext(
                 step=self._outer_steps,
                 learning_rate=outer.checked_rate(self._outer_steps - 1),
@@ -273,7 +280,7 @@ class LocalState(ModelState):
                 sum_over_owners=partial(engine.sum_over_owners, owners=engine.world),
             ),
         )
-        for owned, target in zip(ranges, targets, strict=True):
+        for owned, target in zip(views, targets, strict=True):
             copy_into(target, owned.parameters)
 
     # ------------------------------------------------------------------------------ checkpoints
@@ -295,7 +302,7 @@ class LocalState(ModelState):
             for kind, regions in mine.items()
             for r in range(across.world_size)
         }
-        return {**each, **self._outer_regions(written_here(self._pieces, engine.placement))}
+        return {**each, **self._outer_regions(pieces_to_write(self._pieces, engine.placement))}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas from the kinds of a checkpoint."""
@@ -312,6 +319,8 @@ class LocalState(ModelState):
         self._read = []
         found = self._outer_regions(self._pieces)
         for r in range(self._writers):
+            # If more replicas were saved, one reads several, for their mean. If fewer, several read
+            # one.
             pieces: Sequence[Piece] = ()
             vectors = self.vectors
             if r % size == rank if self._writers >= size else r == rank % self._writers:
@@ -319,18 +328,18 @@ class LocalState(ModelState):
                 vectors = {n: array_namespace(v).zeros_like(v) for n, v in vectors.items()}
                 self._read.append(vectors)
             regions = self._regions(pieces, vectors)
-            found |= {f"{kind}@{r}": part for kind, part in regions.items()}
+            found |= {f"{kind}@{r}": given for kind, given in regions.items()}
         return found
 
-    def _outer_regions(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _outer_regions(self, pieces: Sequence[Piece]) -> dict[str, Sequence[tuple[Region, Array]]]:
         """Return the outer state without the anchor: that is equal to the parameters."""
         outer = {f"outer_{n}": v for n, v in self._outer_state.items() if n != "anchor"}
         return self._regions(pieces, outer)
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         return {**super().checkpoint_metadata(), "outer": {"steps": [self._outer_steps]}}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         super().restored(metadata)
         for name, target in self.vectors.items():
             vector = target
@@ -339,5 +348,7 @@ class LocalState(ModelState):
                 vector += vectors[name]
             vector /= max(1, len(self._read))
         self._read = []
+        # Every rank reads the count: the largest one is that of a replica that took the step.
         self._outer_steps = int(max(metadata.get("outer", {}).get("steps", [0])))
+        # The replicas agree on the loaded parameters, so the next step begins a period.
         self._agreements = -1

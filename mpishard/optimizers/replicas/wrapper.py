@@ -43,14 +43,17 @@ class ReplicasOptimizer(ShardedOptimizerBase):
         ValueError
             For another strategy, or one that shards a replica of one rank.
         """
+        # Links between nodes are slow, so that each node is a replica unless the user chose a size.
         if not self._is_plain:
             self._config = by_node(self._config)
         self.model_class = data_model_class(strategy, hybrid=HybridShardedModel)
+        # A replica of one rank has no other rank to shard over.
         if strategy != "ddp" and self._config.replica_size is None:
             refuse_one_replica(type(self).__name__, f"strategy={strategy!r} without replica_size")
 
     def _require_fit(self, model: ShardedModelBase) -> None:
         name, replica = type(self).__name__, model.engine.replica
+        # Each rank is a replica, and must have a whole model and state of its own.
         if not replica.is_grouped:
             if replica.is_on_mesh or model.policy.shards_state:
                 kind = type(model).__name__
@@ -62,10 +65,13 @@ class ReplicasOptimizer(ShardedOptimizerBase):
             refuse_with_leaves(model.gradient_leaves, name)
         if not config.auto_sync_gradients:
             refuse_updates_alone(f"{name} synchronizes the ranks", "leave out one of the two")
+        # Gradients rounded by the model would be encoded again, and its errors are fed back
+        # nowhere.
         if self._sends_gradients and config.enable_gradient_compression:
             refuse_rounding(name)
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
+        # Sums between groups need an exchange of their own, also without codes: a delay of 0.
         if model.engine.replica.is_grouped:
             return DelayedState(self._rule, model, frozen, 0, type(self).__name__)
         return super()._make_state(model, frozen)
@@ -74,4 +80,5 @@ class ReplicasOptimizer(ShardedOptimizerBase):
     def _with_equal_state(self) -> CommunicationBackend | None:
         if self.model is None or not self.model.engine.replica.is_grouped:
             return super()._with_equal_state
+        # The ranks of a replica may divide the state; those with equal pieces are in others.
         return self.model.engine.replica.across

@@ -3,7 +3,7 @@
 Begin with `elementwise`: six rules, each a dataclass of settings with one body. `compiled` runs a
 body: NumPy or CuPy on chunks, or numba's machine code. `lamb` needs norms of whole parameters;
 `search` has L-BFGS and others that need the loss at several points, on `strong_wolfe`'s line.
-`rule.Optimizer` is the base of all rules; `ranges` are the arguments of an update, `options` the
+`rule.Optimizer` is the base of all rules; `pieces` are the arguments of an update, `options` the
 settings of single parameters by name, and those of the mirrored hierarchy, `schedules` learning
 rates by step.
 

@@ -80,6 +80,7 @@ def run(
     """
     p = arrays[0]
     assert p is not None
+    # The values of a closure may change after it was compiled, so that NumPy runs it.
     may_be_compiled = isinstance(body.function, FunctionType) and not body.function.__closure__
     if may_be_compiled and is_device_array(p):
         if device_code.launch(body.function, arrays, body.factors, clip):
@@ -99,6 +100,7 @@ def run(
     for part in in_chunks(p):
         chunk = [None if array is None else array[part] for array in arrays]
         if clip is not None:
+            # Into a new array: g belongs to the caller.
             scale, limit = clip
             assert chunk[1] is not None
             scaled = chunk[1] * scale
@@ -149,6 +151,7 @@ def _machine_code(
         return _compile(function, dtype, tuple(missing))
 
 
+# By what is missing, too, because numba has a type for None.
 @functools.cache
 def _compile(
     function: FunctionType, dtype: DType, missing: tuple[bool, ...]

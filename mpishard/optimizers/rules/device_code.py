@@ -18,6 +18,7 @@ from mpishard.base import Array, Kernel
 
 _OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _FUNCTIONS = {"sqrt": "root", "maximum": "maximum", "minimum": "minimum", "sign": "sign"}
+# Arguments of the kernel's own; names of a body get an underscore at their end.
 _COUNT, _LIMIT, _SCALE = "count", "limit", "before_clipping"
 
 
@@ -46,6 +47,7 @@ def launch(
     """
     p = arrays[0]
     assert p is not None
+    # A kernel computes in one dtype on dense arrays; CuPy takes all others.
     if p.dtype not in (np.float32, np.float64) or not all(
         array is None or (array.dtype == p.dtype and array.flags.c_contiguous) for array in arrays
     ):
@@ -60,6 +62,7 @@ def launch(
     return True
 
 
+# Reading and translating the source takes longer than the kernel runs.
 @functools.cache
 def _kernel(function: Callable[..., None], missing: tuple[bool, ...], clips: bool) -> Kernel | None:
     """Return the kernel of a body, or None if the body cannot be one.
@@ -79,6 +82,7 @@ class _Translation:
         self, function: Callable[..., None], missing: tuple[bool, ...], clips: bool
     ) -> None:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        # The values of a closure may change, and a kernel would keep the first ones.
         if not isinstance(tree, ast.FunctionDef) or inspect.getclosurevars(function).nonlocals:
             raise _NoKernelError
         names = [argument.arg for argument in tree.args.args]
@@ -90,6 +94,7 @@ class _Translation:
         self._clips = clips
         self._locals: list[str] = []
         statements = [node for node in tree.body if not _is_text(node)]
+        # Code outside of the loop runs once for an array, and has no place in a kernel.
         if len(statements) != 1 or not isinstance(statements[0], ast.For):
             raise _NoKernelError
         self._loop = statements[0]
@@ -108,6 +113,7 @@ class _Translation:
         if self._clips:
             numbers += [_SCALE, _LIMIT]
             value = f"mul({self._g}_[i], {_SCALE})"
+            # The lower limit first, as NumPy clips.
             value = f"minimum(maximum({value}, mul(T(-1), {_LIMIT})), {_LIMIT})"
             lines.insert(0, f"    T clipped = {value};")
         parameters = ", ".join([*pointers, *(f"T {number}" for number in numbers)])
@@ -155,6 +161,7 @@ class _Translation:
             raise _NoKernelError
         read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
         written = {node.id for node in target.elts if isinstance(node, ast.Name)}
+        # Python reads all values first, and a kernel assigns one after the other.
         if read & written:
             raise _NoKernelError
         pairs = zip(target.elts, value.elts, strict=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpishard.base import Array, as_flag, as_positive
 from mpishard.optimizers.rules.compiled import Body, elements
-from mpishard.optimizers.rules.ranges import UpdateContext
+from mpishard.optimizers.rules.pieces import UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 
@@ -141,6 +141,7 @@ def _adagrad(
             step += theta * decay
         squares += step * step
         root = np.sqrt(squares)
+        # Outside of the root, as in PyTorch; a gradient that was always 0 gives a step of 0.
         root += epsilon
         step /= root
         step *= rate
@@ -232,6 +233,7 @@ def _rmsprop(
         step = g[i] * scale
         if decay != 0:
             step += theta * decay
+        # (sqrt(1 - beta2) g)**2, which needs no array besides this one.
         root = step * to_square
         root *= root
         squares *= beta2
@@ -347,6 +349,7 @@ def _adam(
         if decay != 0:
             gradient = gradient * scale  # never in place: g belongs to the caller
             gradient += theta * decay
+        # Decoupled decay comes before the step, as in PyTorch.
         elif keep != 1:
             theta *= keep
         first *= beta1
@@ -416,6 +419,7 @@ def _lion(
 ) -> None:
     for i in elements(p.size):
         theta, momentum, gradient = p[i], m[i], g[i]
+        # By the momentum from before the update, which therefore comes last.
         step = momentum * beta1
         step += gradient * to_step
         step = np.sign(step)

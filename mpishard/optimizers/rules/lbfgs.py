@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from mpishard.base import Array, array_namespace, as_count, is_device_array, to_host
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
+from mpishard.optimizers.rules.pieces import PieceViews, UpdateContext, rows_of
 from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
@@ -107,7 +107,7 @@ class LBFGS(JointRule):
 
     # ------------------------------------------------------------------------------- an update
 
-    def begin(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def begin(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
         """Choose a direction, and move the parameters to the first trial. Collective.
 
         Nothing is done before the first evaluation, which is at the initial parameters.
@@ -117,24 +117,25 @@ class LBFGS(JointRule):
             numbers["pending"] = True
             return
         numbers.pop("stuck", None)
-        self._choose_direction(ranges, context)
+        self._choose_direction(pieces, context)
 
-    def _search(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def _search(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
         """Search along the direction that is chosen. Collective."""
         numbers = context.numbers
-        slope, square = self._slope(ranges, context)
+        slope, square = self._slope(pieces, context)
         if not (slope < 0 and math.isfinite(square)):
-            self._give_up(ranges, context)
+            self._give_up(pieces, context)
             return
         # A direction within bounds ends at the box with a step of 1.
         longest = 1.0 if self.is_bounded else _LONGEST
+        # The gradient alone has no scale: the first trial is then one unit long, as in SciPy.
         first = context.learning_rate if numbers.get("pairs") else 1.0 / math.sqrt(square)
         step = min(first, longest)
         search = StrongWolfe(numbers["value"], slope, step, longest, self.c1, self.c2)
         numbers["search"], numbers["pending"] = asdict(search), True
-        self._place(ranges, step)
+        self._place(pieces, step)
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def update_all(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
         """Judge an evaluation: keep its point, or move the parameters to the next. Collective."""
         numbers = context.numbers
         if context.loss is None:
@@ -144,57 +145,59 @@ class LBFGS(JointRule):
             )
         numbers["evaluations"] = numbers.get("evaluations", 0) + 1
         if "value" not in numbers:
+            # The first evaluation: the initial parameters become the base of the first search.
             numbers["value"] = context.loss
-            for owned in ranges:
+            for owned in pieces:
                 self._rebase(owned, context.gradient_scale)
-            self.begin(ranges, context)
+            self.begin(pieces, context)
             return
         scale = context.gradient_scale
         # A trial is judged by its value and by its slope along the direction.
         (slope,) = self._sums(
-            ranges,
+            pieces,
             context,
             ["direction"],
             lambda views: [scale * _dot(views["gradient"], views["direction"])],
         )
-        self._judge(ranges, context, context.loss, slope)
+        self._judge(pieces, context, context.loss, slope)
 
-    def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def reject(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
         """Judge an evaluation whose loss or gradient is not finite. Collective."""
         context.numbers["evaluations"] += 1
         # The search treats an infinite loss as a step that is too long, and goes back.
-        self._judge(ranges, context, math.inf, math.nan)
+        self._judge(pieces, context, math.inf, math.nan)
 
     def _judge(
-        self, ranges: Sequence[OwnedRange], context: UpdateContext, value: float, slope: float
+        self, pieces: Sequence[PieceViews], context: UpdateContext, value: float, slope: float
     ) -> None:
         numbers = context.numbers
+        # Made of JSON for each evaluation, so that a checkpoint can hold a search under way.
         search = StrongWolfe(**numbers["search"])
         tried = search.step
         if search.judge(value, slope):
-            self._accept(ranges, context, tried * (slope - search.slope), -tried * search.slope)
+            self._accept(pieces, context, tried * (slope - search.slope), -tried * search.slope)
             numbers.update(pending=False, search=None, before=numbers["value"], value=value)
         elif search.is_exhausted or search.trials >= self.max_line_search:
-            self._give_up(ranges, context)
+            self._give_up(pieces, context)
         else:
             numbers["search"] = asdict(search)
-            self._place(ranges, search.step)
+            self._place(pieces, search.step)
 
-    def _give_up(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def _give_up(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
         """Go back, and begin again along the gradient; if that was tried, record "stuck"."""
         context.numbers.update(pending=False, search=None)
-        self._place(ranges, 0.0)
+        self._place(pieces, 0.0)
         # A bad direction may come from old curvature; the gradient depends on none.
         if context.numbers.get("pairs"):
             context.numbers["pairs"] = []
-            self._choose_direction(ranges, context)
+            self._choose_direction(pieces, context)
         else:
             context.numbers["stuck"] = "no step along the gradient lowers the loss enough"
 
     # ---------------------------------------------------------------------------- the direction
 
     def _accept(
-        self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
+        self, pieces: Sequence[PieceViews], context: UpdateContext, product: float, scale: float
     ) -> None:
         """Make the present point the base, and keep the step to it. Collective.
 
@@ -207,7 +210,8 @@ class LBFGS(JointRule):
             # The oldest pair's vectors are overwritten: no memory is allocated in a step.
             slot = len(pairs) if len(pairs) < self.memory else pairs.pop(0)
             pairs.append(slot)
-        for owned in ranges:
+        for owned in pieces:
+            # Written in place: the vectors of a pair are parts of the state that checkpoints save.
             state, xp = owned.state, array_namespace(owned.parameters)
             if is_kept:
                 xp.subtract(owned.parameters, state["base"], out=state[f"step{slot}"])
@@ -216,7 +220,7 @@ class LBFGS(JointRule):
                 change -= state["base_gradient"]
             self._rebase(owned, context.gradient_scale)
 
-    def _choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+    def _choose_direction(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
         """Write ``state["direction"]``, and search along it. Collective."""
         pairs = context.numbers.get("pairs", [])
         names = [*(f"step{k}" for k in pairs), *(f"change{k}" for k in pairs), "base_gradient"]
@@ -229,14 +233,16 @@ class LBFGS(JointRule):
             return (rows @ rows.T)[upper]
 
         coefficients = np.zeros(size)
+        # Without pairs the direction is the negative gradient.
         coefficients[-1] = -1.0
         if pairs:
             gram = np.zeros((size, size))
             # All dot products in one reduction: both loops then run on these numbers alone.
-            gram[upper] = self._sums(ranges, context, vectors, products, len(upper[0]))
+            gram[upper] = self._sums(pieces, context, vectors, products, len(upper[0]))
+            # The matrix is symmetric, so that only one triangle travels.
             gram.T[upper] = gram[upper]
             coefficients = _two_loops(gram, len(pairs))
-        for owned in ranges:
+        for owned in pieces:
             # By segments, because a product's bits depend on its length: with gradient_leaves
             # they are cut alike in every world.
             for segment in owned.segments:
@@ -250,11 +256,11 @@ class LBFGS(JointRule):
                         xp.clip(found, views["lower"], views["upper"], out=found)
                         found -= views["base"]
                     views["direction"][...] = found
-        if self.is_bounded and pairs and not self._slope(ranges, context)[0] < 0:
+        if self.is_bounded and pairs and not self._slope(pieces, context)[0] < 0:
             context.numbers["pairs"] = []  # the projected direction does not lead down
-            self._choose_direction(ranges, context)
+            self._choose_direction(pieces, context)
             return
-        self._search(ranges, context)
+        self._search(pieces, context)
 
     def _free_rows(self, views: Mapping[str, Array], names: Sequence[str]) -> Array:
         """Return vectors as rows in float64, with 0 where the bounds hold the parameter."""
@@ -270,14 +276,14 @@ class LBFGS(JointRule):
 
     # ---------------------------------------------------------------------------- arithmetic
 
-    def _rebase(self, owned: OwnedRange, scale: float) -> None:
+    def _rebase(self, owned: PieceViews, scale: float) -> None:
         xp = array_namespace(owned.parameters)
         owned.state["base"][...] = owned.parameters
         xp.multiply(owned.gradients, scale, out=owned.state["base_gradient"])
 
-    def _place(self, ranges: Sequence[OwnedRange], step: float) -> None:
+    def _place(self, pieces: Sequence[PieceViews], step: float) -> None:
         """Move the parameters to the base plus ``step`` times the direction."""
-        for owned in ranges:
+        for owned in pieces:
             p, xp = owned.parameters, array_namespace(owned.parameters)
             if step == 0:  # exactly, also if the direction is not finite
                 p[...] = owned.state["base"]
@@ -287,18 +293,18 @@ class LBFGS(JointRule):
             if self.is_bounded:  # rounding may leave the box
                 xp.clip(p, owned.state["lower"], owned.state["upper"], out=p)
 
-    def _slope(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> list[float]:
+    def _slope(self, pieces: Sequence[PieceViews], context: UpdateContext) -> list[float]:
         """Return the slope along the direction, and the square of its length. Collective."""
 
         def products(views: Mapping[str, Array]) -> list[float]:
             direction = views["direction"]
             return [_dot(views["base_gradient"], direction), _dot(direction, direction)]
 
-        return self._sums(ranges, context, ["base_gradient", "direction"], products, 2)
+        return self._sums(pieces, context, ["base_gradient", "direction"], products, 2)
 
     def _sums(
         self,
-        ranges: Sequence[OwnedRange],
+        pieces: Sequence[PieceViews],
         context: UpdateContext,
         names: Sequence[str],
         products: Callable[[Mapping[str, Array]], Sequence[float] | Array],
@@ -309,19 +315,17 @@ class LBFGS(JointRule):
         ``products`` returns the ``width`` sums over a block, of whose vectors it gets views by
         name: "gradient" and those of the state that ``names`` lists.
         """
-        places = places_of(ranges, context)
+        numbers = rows_of(pieces, context)
         # Each parameter has a row: some ranks of a mesh hold copies, which are counted once.
-        rows: Any = np.zeros((len(places), width))
-        for owned in ranges:
+        rows: Array = np.zeros((len(numbers), width))
+        for owned in pieces:
             for segment in owned.segments:
-                place = places[segment.name, segment.cell]
+                row = numbers[segment.name, segment.number]
                 for views in _blocks(owned, names, segment.start, segment.stop):
-                    rows[place] += to_host(
-                        array_namespace(owned.parameters).asarray(products(views))
-                    )
+                    rows[row] += to_host(array_namespace(owned.parameters).asarray(products(views)))
         rows = context.sum_over_owners(rows)
-        first_cells = [place for (_, cell), place in places.items() if cell == 0]
-        total: list[float] = rows[first_cells].sum(axis=0).tolist()
+        firsts = [row for (_, number), row in numbers.items() if number == 0]
+        total: list[float] = rows[firsts].sum(axis=0).tolist()
         return total
 
 
@@ -353,7 +357,7 @@ def _dot(a: Array, b: Array) -> float:
 
 
 def _blocks(
-    owned: OwnedRange, names: Sequence[str], start: int, stop: int
+    owned: PieceViews, names: Sequence[str], start: int, stop: int
 ) -> Iterator[dict[str, Array]]:
     """Yield views of the vectors, block by block; on a GPU all is one block."""
     vectors = {name: owned.state[name] for name in names}

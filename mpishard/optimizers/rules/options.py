@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mpishard.base import as_amount, as_count, as_flag, require_type, take_plain_fields
-from mpishard.optimizers.rules.ranges import Segment
+from mpishard.optimizers.rules.pieces import Segment
 from mpishard.optimizers.rules.schedules import (
     Exponential,
     Schedule,
@@ -23,10 +23,10 @@ from mpishard.sharding import ParameterEntry
 if TYPE_CHECKING:
     from mpishard.training import OptimizationInputData
 
-ParameterOptions = Mapping[str, Mapping[str, Any]]
+ParameterOptions = Mapping[str, Mapping[str, float | Schedule]]
 """Glob pattern of parameter names -> the options that differ there, by the names of `KNOWN`."""
 
-KNOWN: dict[str, Callable[[str, Any], Any]] = {
+KNOWN: dict[str, Callable[[str, Any], object]] = {
     "weight_decay": as_amount, "learning_rate_scale": as_amount, "learning_rate": as_schedule,
     "frozen": as_flag,
 }  # fmt: skip
@@ -34,8 +34,8 @@ KNOWN: dict[str, Callable[[str, Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class OptionRange:
-    """A run ``[start, stop)`` of an owned piece whose parameters share their options."""
+class SegmentOptions:
+    """The options of ``[start, stop)`` of an owned piece: one segment, or neighbours that agree."""
 
     start: int
     stop: int
@@ -56,7 +56,8 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
     """
 
     def __init__(self, options: ParameterOptions) -> None:
-        self._held: dict[str, dict[str, Any]] = {}
+        # Copied, because a change to the user's mapping would not be checked.
+        self._options: dict[str, dict[str, Any]] = {}
         require_type("parameter_options", options, Mapping)
         for pattern, values in options.items():
             place = f"parameter_options[{pattern!r}]"
@@ -64,11 +65,12 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
                 raise TypeError(
                     f'{place} must be a mapping such as {{"weight_decay": 0}}, got {values!r}'
                 )
-            self._held[pattern] = {}
+            self._options[pattern] = {}
             for name, value in values.items():
                 if name not in KNOWN:
                     raise ValueError(f"{place} has {name!r}; known are {', '.join(KNOWN)}")
-                self._held[pattern][name] = KNOWN[name](f"{place}[{name!r}]", value)
+                self._options[pattern][name] = KNOWN[name](f"{place}[{name!r}]", value)
+            # A decay or rate of a frozen parameter would have no effect, without an error.
             if values.get("frozen") and len(values) > 1:
                 others = ", ".join(name for name in values if name != "frozen")
                 raise ValueError(
@@ -77,16 +79,16 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
                 )
 
     def __getitem__(self, pattern: str) -> Mapping[str, Any]:
-        return MappingProxyType(self._held[pattern])
+        return MappingProxyType(self._options[pattern])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._options)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._options)
 
     def __repr__(self) -> str:
-        return repr(self._held)
+        return repr(self._options)
 
     @cached_property
     def description(self) -> str:
@@ -94,7 +96,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         return repr(
             {
                 pattern: {name: rates(v) if callable(v) else v for name, v in values.items()}
-                for pattern, values in self._held.items()
+                for pattern, values in self._options.items()
             }
         )
 
@@ -106,7 +108,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         ValueError
             Naming the pattern and some of the existing names.
         """
-        for pattern in self._held:
+        for pattern in self._options:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
                     f"parameter_options pattern {pattern!r} matches none of the model's "
@@ -122,6 +124,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
             If nothing would be left to train.
         """
         frozen = frozenset(name for name in names if self._of(name).get("frozen"))
+        # A run that trains nothing would look like any other.
         if names and len(frozen) == len(set(names)):
             raise ValueError(
                 f"parameter_options freeze all {len(frozen)} parameters, so nothing can be "
@@ -137,45 +140,48 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         ValueError
             As `check_patterns` and `frozen_among`.
         """
+        # A model without names has nothing that a pattern could match.
         if entries:
             self.check_patterns([entry.name for entry in entries])
         frozen = self.frozen_among([entry.name for entry in entries if entry.trainable])
         return frozen | {entry.name for entry in entries if not entry.trainable}
 
-    def ranges(
+    def by_segment(
         self, segments: Sequence[Segment], weight_decay: float, *, merges: bool = True
-    ) -> list[OptionRange]:
-        """Return the options of each segment; neighbours with equal options are one range.
+    ) -> list[SegmentOptions]:
+        """Return the options of the segments; neighbours with equal options have them together.
 
-        With ``merges=False`` each segment is a range of its own.
+        With ``merges=False`` each segment has its own.
         """
-        ranges: list[OptionRange] = []
+        found: list[SegmentOptions] = []
         for segment in segments:
-            # Frozen parameters are handled by the model: `frozen` is not an option of a range.
+            # Frozen parameters are handled by the model: `frozen` is no option here.
             own = {k: v for k, v in self._of(segment.name).items() if k != "frozen"}
-            # Ranges are merged because a rule runs once for each: a model has hundreds of segments,
-            # and most have no options of their own.
-            found = OptionRange(segment.start, segment.stop, **{"weight_decay": weight_decay} | own)
+            # Merged because a rule runs once for each: a model has hundreds of segments, and most
+            # have no options of their own.
+            new = SegmentOptions(
+                segment.start, segment.stop, **{"weight_decay": weight_decay} | own
+            )
             if (
                 merges
-                and ranges
-                and replace(found, start=ranges[-1].start) == replace(ranges[-1], stop=found.stop)
+                and found
+                and replace(new, start=found[-1].start) == replace(found[-1], stop=new.stop)
             ):
-                ranges[-1] = replace(ranges[-1], stop=found.stop)
+                found[-1] = replace(found[-1], stop=new.stop)
             else:
-                ranges.append(found)
-        return ranges
+                found.append(new)
+        return found
 
     def _of(self, name: str) -> dict[str, Any]:
         """Return the options of one parameter: later patterns win over earlier ones."""
         found: dict[str, Any] = {}
-        for pattern, values in self._held.items():
+        for pattern, values in self._options.items():
             if fnmatchcase(name, pattern):
                 found.update(values)
         return found
 
 
-def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
+def named_parameters(model: object) -> tuple[ParameterEntry, ...] | None:
     """Return each parameter's name, shape and place; None if the model does not name them."""
     if hasattr(model, "parameter_entries"):
         return tuple(model.parameter_entries)
@@ -184,7 +190,7 @@ def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
     return None
 
 
-def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
+def no_decay_on_biases_and_norms(model: object) -> dict[str, dict[str, float]]:
     """Return options that exempt biases, and scales and shifts of norms, from weight decay.
 
     These are the parameters of fewer than two dims, which decay does not simplify. Join the
@@ -292,15 +298,19 @@ class OptimizationAlgorithmOptions:
     def applied(self, data: OptimizationInputData) -> OptimizationInputData:
         """Return the data with an end of training, unless they name an earlier one."""
         steps = self.max_iterations
-        settings: dict[str, Any] = {
-            "max_steps": steps if data.max_steps is None else min(steps, data.max_steps)
-        }
+        steps = steps if data.max_steps is None else min(steps, data.max_steps)
         if self.use_early_stopping and data.patience is None:
-            settings |= {"patience": self.early_stopping_patience, "tolerance": self.tolerance}
-        return replace(data, **settings)
+            return replace(
+                data,
+                max_steps=steps,
+                patience=self.early_stopping_patience,
+                tolerance=self.tolerance,
+            )
+        return replace(data, max_steps=steps)
 
     def rule_settings(self) -> dict[str, Any]:
         """Return the options that an update rule takes, by the names of its arguments."""
+        # Fields that a subclass adds are named as the settings of its rule.
         common = {field.name for field in fields(OptimizationAlgorithmOptions)}
         return {
             "learning_rate": self.schedule(),

@@ -26,7 +26,7 @@ from mpishard.base import (
     to_host,
 )
 from mpishard.checkpoint import bytes_of, tensors_and_document
-from mpishard.contracts import IShardedModel
+from mpishard.contracts import IShardedModel, UserModel
 from mpishard.models import squared_norm
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.options import (
@@ -34,13 +34,15 @@ from mpishard.optimizers.rules.options import (
     OptimizationAlgorithmOptions,
     named_parameters,
 )
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.pieces import PieceViews, Segment, UpdateContext
 from mpishard.sharding import ParameterEntry
 
 if TYPE_CHECKING:
     from mpishard.optimizers.rules.rule import Optimizer
 
 _KEY = "mpishard_optimizer"
+# One round is exact but for rounding, unless the update depends on the parameters: each round of a
+# decay leaves about rate times decay of the error.
 _REVERSE_ROUNDS = 100
 _REVERSE_ROUNDINGS = 16  # of the largest element: error allowed after the last round
 
@@ -65,31 +67,32 @@ class PlainTraining:
 
     def __init__(self, rule: Optimizer) -> None:
         self.rule = rule
-        self.model: Any = None  # from `set_model`
+        self.model: UserModel = None  # from `set_model`
         self.reset()
 
     def reset(self) -> None:
         """Forget state and step count, and the model that they belong to."""
-        self._trained: Any = None  # the model that the state belongs to
+        self._trained: object = None  # the model that the state belongs to
         self._state: dict[str, Array] = {}  # each vector is as long as the flat one
         self._segments: tuple[Segment, ...] = ()
         self.steps = 0
         self.gradients: Array | None = None
         self._before: dict[str, Array] | None = None
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model that `optimize` trains if its data has none."""
         if model is None:
             raise TypeError("set_model needs a model, got None")
         self._trained_segments(named_parameters(model) or ())
         self.model = model
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch."""
         refuse_sharded(self.rule, model)
         self._refuse_second_model(model)
         require_plain(x)
         require_plain(y)
+        # A black box may compute only gradients; the result is NaN then.
         loss = None
         if hasattr(model, "compute_loss_and_gradients"):
             compute = model.compute_loss_and_gradients
@@ -102,12 +105,14 @@ class PlainTraining:
             gradients = model.compute_gradients(x, y)
         parameters = model.get_parameters()
         array_namespace(gradients)  # refuses values of no array library
+        # Another precision is fine: frameworks compute in float32. A complex gradient is a mistake.
         if not np.can_cast(gradients.dtype, parameters.dtype, "same_kind"):
             raise TypeError(
                 f"gradients of parameters of {parameters.dtype} cannot be {gradients.dtype}"
             )
         with np.errstate(over="ignore"):  # an overflow becomes infinite, which is refused below
             gradients = gradients.astype(parameters.dtype, copy=False)
+        # Tested before the update, so that an error leaves model and state as they were.
         are_finite = bool(array_namespace(gradients).isfinite(gradients).all())
         if not are_finite or (loss is not None and not math.isfinite(loss)):
             raise NonFiniteLossError(
@@ -132,7 +137,9 @@ class PlainTraining:
         self._update(model, original[0] if original else model.get_parameters(), gradients)
         return model
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    def update_parameters(
+        self, parameters: Array | Sequence[Array], gradients: Any
+    ) -> Array | list[Array]:
         """Return arrays after one update; the arguments stay as they are."""
         if isinstance(parameters, Sequence):
             arrays, given = list(parameters), list(gradients)
@@ -141,6 +148,7 @@ class PlainTraining:
                     f"parameters are {len(arrays)} arrays of shapes {[a.shape for a in arrays]}, "
                     f"gradients of {[g.shape for g in given]}; they must be the same, and not none"
                 )
+            # The arrays are updated as one vector, so that clipping takes the norm of all.
             ends = [0, *np.cumsum([array.size for array in arrays]).tolist()]
             entries = [
                 ParameterEntry(str(index), array.shape, start)
@@ -152,6 +160,7 @@ class PlainTraining:
                 for array, (start, stop) in zip(arrays, pairwise(ends), strict=True)
             ]
         named = named_parameters(self.model) if parameters.ndim == 1 else None
+        # A vector of another length is not the model's, and has one name.
         is_models = named is not None and named[-1].stop == parameters.size
         return self._advance(parameters, gradients, named if is_models else None)
 
@@ -165,18 +174,21 @@ class PlainTraining:
         if self._before is None or self.gradients is None:
             raise RuntimeError("there is no update to reverse; only the last one can be, once")
         vector, own = updated.reshape(-1), gradients.reshape(-1)
+        # With another gradient the iteration would end too, at wrong parameters.
         if own.shape != self.gradients.shape or bool((own != self.gradients).any()):
             raise ValueError("reverse_update needs the gradients of the last update, got others")
         xp = array_namespace(updated)
         guess = vector.copy()
         allowed = _REVERSE_ROUNDINGS * float(np.finfo(updated.dtype).eps)
         for _ in range(_REVERSE_ROUNDS):
+            # Parameters and state are copied in each round, because an update overwrites them.
             trial = guess.copy()
             state = {name: before.copy() for name, before in self._before.items()}
             self._update_range(trial, own, state, self.steps - 1)
             missing = vector - trial
             guess += missing
             if float(xp.abs(missing).max()) <= allowed * float(xp.abs(guess).max()):
+                # One update only: the state from before it is used up.
                 self._state, self._before = self._before, None
                 self.steps -= 1
                 return guess.reshape(updated.shape)
@@ -204,30 +216,32 @@ class PlainTraining:
             raise ValueError(f"these bytes are of {document['rule']}, not of {type(rule).__name__}")
         steps, segments = document["steps"], tuple(Segment(*s) for s in document["segments"])
         settings = {name: _decoded(value) for name, value in document["settings"].items()}
+        # Another release may have other settings: nothing is guessed for those.
         if settings.keys() != rule.get_options().keys():
             raise ValueError(
                 f"these bytes have the settings {', '.join(settings)}; {type(rule).__name__} has "
                 + ", ".join(rule.get_options())
             )
-        held = dict(vars(rule))  # a refused setting must leave all others as they were
+        before = dict(vars(rule))  # a refused setting must leave all others as they were
         try:
             for name, value in settings.items():
                 setattr(rule, name, value)
         except (TypeError, ValueError):
-            vars(rule).update(held)
+            vars(rule).update(before)
             raise
         self.reset()
         self._state, self._segments, self.steps = state, segments, steps
 
-    def _refuse_second_model(self, model: Any) -> None:
+    def _refuse_second_model(self, model: object) -> None:
         if self._trained is not None and model is not self._trained:
             raise ShardingError(
                 f"this {type(self.rule).__name__} holds the state of another model; use an "
                 "optimizer per model, or reset() to forget the state"
             )
 
-    def _update(self, model: Any, parameters: Array, gradients: Array) -> None:
+    def _update(self, model: UserModel, parameters: Array, gradients: Array) -> None:
         updated = self._advance(parameters, gradients, named_parameters(model))
+        # After the update, which may refuse the arrays.
         self._trained = model
         model.set_parameters(updated)
 
@@ -256,12 +270,13 @@ class PlainTraining:
         segments = self._trained_segments(entries)
         updated = xp.array(parameters, copy=True, order="C")
         vector, own = updated.reshape(-1), xp.ascontiguousarray(gradients).reshape(-1)
+        # Before anything is changed: a schedule may end, or fail.
         self.rule.checked_rate(self.steps)
-        state = {name: xp.asarray(held) for name, held in self._state.items()}
+        state = {name: xp.asarray(kept) for name, kept in self._state.items()}
         if not self._segments:
             state = {name: xp.zeros_like(vector) for name in self.rule.needed_state()}
         elif segments != self._segments or any(
-            (held.shape, held.dtype) != (vector.shape, vector.dtype) for held in state.values()
+            (kept.shape, kept.dtype) != (vector.shape, vector.dtype) for kept in state.values()
         ):
             raise ValueError(
                 f"{type(self.rule).__name__} holds the state of other parameters than these "
@@ -269,7 +284,7 @@ class PlainTraining:
                 "forget the state"
             )
         # `reverse_update` starts from the state before the update, and checks its gradient.
-        before = {name: held.copy() for name, held in state.items()}
+        before = {name: kept.copy() for name, kept in state.items()}
         self._state, self._segments = state, segments
         self._update_range(vector, own, state, self.steps)
         # A copy, because the caller may change its array, and `reverse_update` compares it.
@@ -286,8 +301,9 @@ class PlainTraining:
         self, vector: Array, gradients: Array, state: dict[str, Array], step: int
     ) -> None:
         """Make update ``step``, from 0, of ``vector`` and ``state`` in place."""
-        ranges = [
-            OwnedRange(
+        # Frozen parameters are left out, so that the vector falls into several ranges.
+        pieces = [
+            PieceViews(
                 vector[run.start : run.stop],
                 gradients[run.start : run.stop],
                 {name: whole[run.start : run.stop] for name, whole in state.items()},
@@ -295,11 +311,12 @@ class PlainTraining:
             )
             for run, segments in _runs(self._segments)
         ]
-        squares = squared_norm([owned.gradients for owned in ranges])
+        # Of the trained parameters alone, as in a sharded optimizer.
+        squares = squared_norm([owned.gradients for owned in pieces])
         norm = math.sqrt(*read_numbers([squares]))
         rate = self.rule.rate_of_step(step)
         context = UpdateContext(step + 1, rate, self.rule.clip_factor(norm))
-        self.rule.update_all(ranges, context)
+        self.rule.update_all(pieces, context)
 
 
 def _end_to_end(arrays: Sequence[Array]) -> Array:
@@ -312,6 +329,7 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
     """Return groups of segments that lie end to end, with the range that each fills."""
     runs: list[tuple[slice, list[Segment]]] = []
     for segment in segments:
+        # A frozen parameter between two others ends the run.
         if runs and runs[-1][0].stop == segment.start:
             run, members = runs[-1]
             runs[-1] = slice(run.start, segment.stop), [*members, segment]
@@ -327,7 +345,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def _encoded(name: str, value: Any) -> Any:
+def _encoded(name: str, value: Any) -> object:
     """Return a setting, with schedules and options, as JSON can hold it.
 
     Raises
@@ -342,6 +360,7 @@ def _encoded(name: str, value: Any) -> Any:
         inner = {
             f.name: _encoded(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value)
         }
+        # A list marks a dataclass: no setting is a list.
         return [kind, inner]
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -351,7 +370,7 @@ def _encoded(name: str, value: Any) -> Any:
     )
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     """Return the setting that `_encoded` was given.
 
     Raises
@@ -369,7 +388,7 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def refuse_sharded(rule: Optimizer, model: Any) -> None:
+def refuse_sharded(rule: Optimizer, model: object) -> None:
     """Refuse a sharded model: the rule would update with each rank's own gradient."""
     if isinstance(model, IShardedModel):
         name = type(rule).__name__

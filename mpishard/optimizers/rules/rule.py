@@ -8,20 +8,27 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, overload
 
-from mpishard.base import Array, as_amount, as_number, check_path, nearest, require_type
+from mpishard.base import (
+    Array,
+    as_amount,
+    as_number,
+    check_path,
+    nearest,
+    require_type,
+)
 from mpishard.checkpoint import replace_file
-from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
+from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike, UserModel
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import (
     CheckedOptions,
     OptimizationAlgorithmOptions,
-    OptionRange,
     ParameterOptions,
+    SegmentOptions,
 )
+from mpishard.optimizers.rules.pieces import PieceViews, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.plain import PlainTraining
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext, joined
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
 if TYPE_CHECKING:
@@ -37,6 +44,8 @@ _ELSEWHERE = {
 }
 """Name of a setting in PyTorch, JAX and their relatives -> its name here."""
 
+_Model = TypeVar("_Model")
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
 
@@ -46,7 +55,7 @@ def _above_zero_or_none(name: str, value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def fraction(name: str, value: float) -> float:
+def fraction(name: str, value: Any) -> float:
     """Return a setting that must be in [0, 1)."""
     if not 0 <= as_number(name, value) < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
@@ -57,7 +66,7 @@ def fraction(name: str, value: float) -> float:
 class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     """An update rule: a dataclass of its settings, and one body that updates elements.
 
-    A rule updates one owned range at a time: 1-D views of parameters, gradients and state, of any
+    A rule updates one owned piece at a time: 1-D views of parameters, gradients and state, of any
     length and cut anywhere. NumPy runs its `body` on chunks that fit the cache; numba, if it is
     installed, compiles the same function into one loop that gives the same bits, and so does the
     kernel that it becomes on a GPU. State belongs to the caller. Settings may be set between steps
@@ -92,6 +101,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     """
 
     learning_rate: float | Schedule
+    # By keyword, so that the settings of a subclass are the positions after the rate.
     _: KW_ONLY
     weight_decay: float = 0.0
     clip_global_norm: float | None = None
@@ -100,7 +110,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
     state_names: ClassVar[tuple[str, ...]] = ()
     # Setting -> its check, which returns the value that the rule keeps.
-    checks: ClassVar[dict[str, Callable[[str, Any], Any]]] = {
+    checks: ClassVar[dict[str, Callable[[str, Any], object]]] = {
         "learning_rate": as_schedule,
         "weight_decay": as_amount,
         "clip_global_norm": _above_zero_or_none,
@@ -112,7 +122,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # Its numbers are those of all parameters: one without a gradient has the gradient 0.
     updates_unused: ClassVar[bool] = False
 
-    def __new__(cls, *_: Any, **settings: Any) -> Self:
+    def __new__(cls, *_: object, **settings: object) -> Self:
         """Make a rule; refuse a setting that it does not have, and name the one that is meant.
 
         Raises
@@ -131,20 +141,23 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        # Made when it is first used: a rule inside a sharded optimizer trains nothing by itself.
         self._holder: PlainTraining | None = None
         if self.clip_global_norm is not None and self.clip_value is not None:
             raise ValueError(
                 f"clip_global_norm={self.clip_global_norm} and clip_value={self.clip_value} are "
                 "two ways to clip; choose one"
             )
+        # Set by `from_options` alone: `optimize` then takes its end of training from there.
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Settings may change between two steps, so that each assignment is checked.
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
-        if name in ("weight_decay", "parameter_options"):  # the cached ranges contain these
-            self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
+        if name in ("weight_decay", "parameter_options"):  # the cached options contain these
+            self._known_options: dict[tuple[Segment, ...], list[SegmentOptions]] = {}
+        # `checked_rate` collects the schedules anew, because they may be others now.
         if name in ("learning_rate", "parameter_options"):
             self._schedules: dict[str, Schedule] = {}  # name in errors -> schedule
 
@@ -177,6 +190,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         require_type("options", options, OptimizationAlgorithmOptions)
         given = options.rule_settings()
+        # AdamOptimizerOptions, for one, have beta1, which SGD does not take.
         unknown = given.keys() - inspect.signature(cls).parameters.keys()
         if unknown:
             raise ValueError(
@@ -191,19 +205,21 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Return the names of the state vectors that these settings need."""
         return self.state_names
 
-    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        """Update all ranges of this rank, in place. Every rank calls it, also with no ranges.
+    def update_all(self, pieces: Sequence[PieceViews], context: UpdateContext) -> None:
+        """Update all pieces of this rank, in place. Every rank calls it, also without pieces.
 
         A rule that needs norms of whole parameters overrides this.
         """
-        for owned in joined(ranges):
-            returned: Any = self.update(  # type: ignore[func-returns-value]
+        # Piece by piece: an elementwise rule needs nothing of the others.
+        for owned in joined(pieces):
+            returned: object = self.update(  # type: ignore[func-returns-value]
                 owned.parameters,
                 owned.gradients,
                 owned.state,
                 owned.segments,
                 replace(context, missed=owned.missed) if owned.missed else context,
             )
+            # A rule written in the style of JAX returns new arrays, which nothing would read.
             if returned is not None and returned is not owned.parameters:
                 raise TypeError(
                     f"{type(self).__name__}.update must change the parameters in place, as in "
@@ -218,16 +234,16 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         segments: Sequence[Segment],
         context: UpdateContext,
     ) -> None:
-        """Update one owned range in place.
+        """Update one owned piece in place.
 
         Parameters
         ----------
         parameters, gradients : Array
             1-D, equally long.
         state : mapping of str to Array
-            The rule's state of the same range, one vector per name.
+            The rule's state of the same piece, one vector per name.
         segments : sequence of Segment
-            The parameters that the range cuts through.
+            The parameters that the piece cuts through.
         context : UpdateContext
             Step, rate and scale.
         """
@@ -239,11 +255,11 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         if self.clip_value is not None:  # then `run` scales the gradient before it clips it
             clip = context.gradient_scale, self.clip_value
             context = replace(context, gradient_scale=1.0)
-        # Schedules count all updates, and bias corrections those of the range.
+        # Schedules count all updates, and bias corrections those of the piece.
         own = replace(context, step=context.step - context.missed) if context.missed else context
-        for span in self._option_ranges(segments):
-            body = self.body(self._rate_in(span, context), span.weight_decay, own)
-            run(body, [None if a is None else a[span.start : span.stop] for a in whole], clip)
+        for options in self._options_of(segments):
+            body = self.body(self._rate_in(options, context), options.weight_decay, own)
+            run(body, [None if a is None else a[options.start : options.stop] for a in whole], clip)
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         """Return the update of elements with these numbers; see `Body`.
@@ -261,12 +277,14 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         TypeError, ValueError
             If a schedule does not return a rate.
         """
+        # Collected once: otherwise each step would search the options for them.
         if not self._schedules:
             self._schedules = {"the schedule": cast("Schedule", self.learning_rate)} | {
                 f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
                 for pattern, values in self.checked_options.items()
                 if "learning_rate" in values
             }
+        # All are asked before the first update: a schedule that fails must change nothing.
         found = []
         for name, schedule in self._schedules.items():
             rate = rate_at(schedule, step, name)
@@ -277,12 +295,13 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             found.append(rate)
         return found[0]
 
-    def _rate_in(self, span: OptionRange, context: UpdateContext) -> float:
-        """Return the rate of a range, whose options may differ from the other parameters'."""
+    def _rate_in(self, options: SegmentOptions, context: UpdateContext) -> float:
+        """Return the rate of some segments, whose options may differ from the other parameters'."""
         own = context.learning_rate
-        if span.learning_rate is not None:
-            own = rate_at(span.learning_rate, context.step - 1)
-        return own * span.learning_rate_scale
+        if options.learning_rate is not None:
+            # Schedules count from 0, and updates from 1.
+            own = rate_at(options.learning_rate, context.step - 1)
+        return own * options.learning_rate_scale
 
     def clip_factor(self, gradient_norm: float) -> float:
         """Return the factor of the gradient that satisfies ``clip_global_norm``."""
@@ -290,7 +309,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             return 1.0
         return self.clip_global_norm / gradient_norm
 
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Mapping[str, object]:
         """Return the settings: the arguments of ``__init__`` that are kept under their names.
 
         Arguments of the bases count; other attributes, such as counts of a rule, do not.
@@ -301,30 +320,32 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             if "__init__" in vars(kind) and issubclass(kind, Optimizer)
             for name in list(inspect.signature(kind.__init__).parameters)[1:]
         )
+        # A user's __init__ may keep an argument under another name; it is no setting then.
         names = dict.fromkeys((*given, "algorithm_options"))
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return the settings for JSON, to compare them between ranks and with a checkpoint.
 
         A schedule may be any function, so it is represented by its rates at some steps.
         """
-        found: dict[str, Any] = {"rule": type(self).__name__}
+        found: dict[str, object] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
+            # Without addresses, which differ between ranks for equal settings.
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
         found["learning_rate"] = rates(cast("Schedule", self.learning_rate))
         found["parameter_options"] = self.checked_options.description
         return found
 
-    def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
+    def _options_of(self, segments: Sequence[Segment]) -> list[SegmentOptions]:
         # Cached, because matching names with patterns takes longer than a small update.
         key = tuple(segments)
-        if key not in self._spans:
-            self._spans[key] = self.checked_options.ranges(
+        if key not in self._known_options:
+            self._known_options[key] = self.checked_options.by_segment(
                 segments, self.weight_decay, merges=self._merges_segments
             )
-        return self._spans[key]
+        return self._known_options[key]
 
     # ------------------------------------------------------------------- training without ranks
 
@@ -334,6 +355,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         A shallow copy of a rule gets a holder of its own: settings belong to the rule.
         """
+        # copy.copy shares the holder, which would update by the settings of the original.
         if self._holder is None or self._holder.rule is not self:
             self._holder = PlainTraining(self)
         return self._holder
@@ -342,7 +364,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """Forget the own state and step count, and the model they belong to."""
         self._own.reset()
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model that `optimize` trains if its data has none.
 
         `update_parameters` takes a vector of its length for its parameters, with their names.
@@ -379,7 +401,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         return train_plain(self, input_data)
 
-    def step(self, model: Any, x: Array, y: Array) -> float:
+    def step(self, model: UserModel, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.
 
         Parameters
@@ -410,7 +432,15 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         loss: float = self._own.step(model, x, y)
         return loss
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    @overload
+    def update_parameters(self, parameters: Array, gradients: Array) -> Array: ...
+    @overload
+    def update_parameters(
+        self, parameters: Sequence[Array], gradients: Sequence[Array]
+    ) -> list[Array]: ...
+    def update_parameters(
+        self, parameters: Array | Sequence[Array], gradients: Array | Sequence[Array]
+    ) -> Array | list[Array]:
         """Make one update with the own state; the arguments stay as they are.
 
         Parameters
@@ -438,11 +468,11 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return self._own.update_parameters(parameters, gradients)
 
     @overload
-    def apply_gradients(self, gradients: Array, model: Any, /) -> Any: ...
+    def apply_gradients(self, gradients: Array, model: _Model, /) -> _Model: ...
     @overload
     def apply_gradients(
-        self, original_parameters: Array, gradients: Array, model: Any, /
-    ) -> Any: ...
+        self, original_parameters: Array, gradients: Array, model: _Model, /
+    ) -> _Model: ...
     def apply_gradients(self, *given: Any) -> Any:
         """Make one update of a model with the own state, and return the model.
 
@@ -539,7 +569,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
 
 class JointRule(Optimizer):
-    """A rule that updates all ranges of a rank together: it overrides `update_all`."""
+    """A rule that updates all pieces of a rank in one call: it overrides `update_all`."""
 
     def update(
         self,
@@ -549,4 +579,4 @@ class JointRule(Optimizer):
         segments: Sequence[Segment],
         context: UpdateContext,
     ) -> None:
-        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
+        self.update_all([PieceViews(parameters, gradients, state, segments)], context)

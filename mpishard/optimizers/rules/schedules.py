@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from mpishard.base import as_count, as_number, as_positive, take_plain_fields
 
@@ -94,6 +93,7 @@ class Cosine:
 
     def __call__(self, step: int) -> float:
         """Return the rate at ``step``."""
+        # The minimum stays after the last step.
         return _cosine(self.peak, self.minimum, min(step / self.steps, 1.0))
 
 
@@ -117,6 +117,7 @@ class WarmUp:
     def __call__(self, step: int) -> float:
         """Return the rate at ``step``."""
         if step < self.steps:
+            # The first rate is above 0, because an update at rate 0 would be lost.
             return self.then(0) * (step + 1) / self.steps
         return self.then(step - self.steps)
 
@@ -167,6 +168,7 @@ class OneCycle:
         take_plain_fields(self)
         as_positive("peak", self.peak)
         as_count("steps", self.steps)
+        # With three phases the way down to the first rate is as long as the rise.
         longest = 0.5 if self.three_phases else 1.0
         if not 0 < as_number("rise", self.rise) <= longest or self.rise == 1:
             raise ValueError(
@@ -220,7 +222,8 @@ def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:
     TypeError
         If the schedule returns no number.
     """
-    rate: Any = schedule(step)
+    rate: object = schedule(step)
+    # Nothing else is to be checked, in each step of most runs.
     if type(rate) is float:
         return rate
     return as_number(f"what {name} gives for step {step}", rate)

@@ -93,6 +93,7 @@ class StrongWolfe:
         )
         if decreases and (is_narrow or (at == self.longest and slope <= test)):
             return True
+        # Interpolation between two equal steps would divide by zero.
         if at in (self.best[0], self.other[0]):
             self.is_exhausted = True
             return False
@@ -131,15 +132,19 @@ class StrongWolfe:
         turns = g_t * math.copysign(1.0, g_a) < 0
         if f_t > f_a:
             cubic = _cubic(a, f_a, g_a, t, f_t, g_t)
+            # Case 1: the value rose, so a minimum lies between. The mean of both is the careful
+            # choice.
             quadratic = a + (g_a / ((f_a - f_t) / (t - a) + g_a)) / 2 * (t - a)
             near = abs(cubic - a) < abs(quadratic - a)
             step = cubic if near else cubic + (quadratic - cubic) / 2
             self.is_bracketed = True
         elif turns:
+            # Case 2: the slope has changed its sign, which brackets a minimum, too.
             cubic, secant = _cubic(t, f_t, g_t, a, f_a, g_a), t + g_t / (g_t - g_a) * (a - t)
             step = cubic if abs(cubic - t) > abs(secant - t) else secant
             self.is_bracketed = True
         elif abs(g_t) < abs(g_a):
+            # Case 3: the slope is flatter. The cubic may have no minimum on this side.
             cubic = _cubic(t, f_t, g_t, a, f_a, g_a, beyond=self.high if t > a else self.low)
             secant = t + g_t / (g_t - g_a) * (a - t)
             is_nearer = abs(cubic - t) < abs(secant - t)
@@ -149,12 +154,14 @@ class StrongWolfe:
                 step = min(limit, step) if t > a else max(limit, step)
             step = min(max(step, self.low), self.high)
         elif self.is_bracketed:
+            # Case 4: the slope is as steep as before, so that only the other end helps.
             step = _cubic(t, f_t, g_t, b, f_b, g_b)
         else:
             step = self.high if t > a else self.low
         if f_t > f_a:
             self.other = trial
         else:
+            # The old best point stays an end only if a minimum lies between the two.
             if turns:
                 self.other = self.best
             self.best = trial

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mpishard.base import (
     Array,
     CommunicationError,
     Data,
+    Document,
     NonFiniteLossError,
     NoSampleError,
     ShardingError,
@@ -35,6 +36,7 @@ from mpishard.contracts import (
     IShardedModel,
     IShardedOptimizer,
     PathLike,
+    UserModel,
 )
 from mpishard.models import Engine, ShardedModelBase, StepReport, agreed_vector
 from mpishard.optimizers.rules.rule import Optimizer
@@ -100,11 +102,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._rule = rule
         self._config = config
         self._model_options: dict[str, Any] = {}  # for a plain model that `optimize` wraps
-        self._given_model: Any = None
+        self._given_model: object = None
         self._state: ModelState | None = None  # None before the first step
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         rule = self.__dict__.get("_rule")
         if rule is not None and name in rule.checks:  # a value set here would never be read
             raise AttributeError(
@@ -148,17 +150,17 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """The rank's state vectors by name, each as long as the part that the rank updates."""
         return {} if self._state is None else self._state.vectors
 
-    def get_options(self) -> Mapping[str, Any]:
+    def get_options(self) -> Mapping[str, object]:
         return {**self._rule.get_options(), **self._settings()}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Document:
         return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next update."""
         return self._rule.rate_of_step(self.steps)
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: object) -> None:
         """Name the model, plain or sharded, that `optimize` trains if its data has none.
 
         Raises
@@ -172,6 +174,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def reset(self) -> None:
         """Forget state and step count; the next step begins with new state, with any model."""
+        # The rule may have trained by itself before it was wrapped.
         self._rule.reset()
         self._forget_model()
         self._awaiting = None
@@ -181,7 +184,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         # The gradients go back to the store that the model's strategy chose, unless the model is
         # closed and has none.
         if state is not None and state.keeps_gradients and isinstance(state.engine, Engine):
-            state.engine.lend(None)
+            state.engine.use_passes(None)
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -240,7 +243,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state.last_gradient = None
         report = state.step(x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, model.engine.held_gradient
+            state.last_gradient = report.weight, model.engine.gradient_identity
         return report
 
     def settle(self) -> None:
@@ -278,6 +281,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(self._rule).__name__} needs the loss at several points, not only one "
                 "gradient: use step, optimize or mpishard.minimize"
             )
+        # Compared between ranks first: each takes its pieces of its own vector.
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
         state = self.bind(model)
         state.last_gradient = None
@@ -308,7 +312,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         return mean
 
-    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+    def update_parameters(self, parameters: object, gradients: object) -> NoReturn:
         """Raise NotImplementedError: the state belongs to a model's shards, not to vectors."""
         raise NotImplementedError(
             f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "
@@ -343,6 +347,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         state = self._state
         if state is not None and model is state.model:
+            # In each step, because options may have been set since the last one.
             state.require_same_frozen()
             return state
         self._require_model_of_this_kind(model)
@@ -362,7 +367,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if reason := self._refused.get(member):
             raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, object]:
         """Return the settings that all ranks must share, for JSON."""
         return {**self._rule.fingerprint(), **self._settings()}
 
@@ -380,6 +385,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
+        # Checked when it was bound; a step does not do it again.
         if model is self.model:
             return
         if not isinstance(model, ShardedModelBase):
@@ -392,6 +398,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(self).__name__} updates {self.model_class.__name__}, and the model is a "
                 f"{type(model).__name__}; use one strategy for both"
             )
+        # The very object: each backend counts its own collectives.
         if model.backend is not self.backend:
             names = [each.describe() for each in (model.backend, self.backend)]
             other = ", another object" if names[0] == names[1] else ""
@@ -445,6 +452,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
                 "that no other rank has, so there is nothing to synchronise"
             )
+        # In the order in which every rank has made them.
         for vector in self.state.values():
             ranks.broadcast(vector, root=0, subject=self._subject)
         # Adam's bias corrections depend on the number of updates, too.
@@ -453,7 +461,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.steps = steps
 
-    def _synchronize_parameters(self, model: Any) -> None:
+    def _synchronize_parameters(self, model: UserModel) -> None:
         """Give a plain model on every rank the mean of all ranks' parameters. Collective.
 
         Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.
@@ -479,11 +487,12 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         saved = self._awaiting or StateBytes.fresh(self._rule)
         if self._state is not None:
+            # Bound again, which refuses options that were set since and do not fit.
             saved = self.bind(self._state.model).gathered()
         settings = {**saved.metadata["settings"], **self._lasting()}
         return replace(saved, metadata={**saved.metadata, "settings": settings}).to_bytes()
 
-    def _lasting(self) -> dict[str, Any]:
+    def _lasting(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self._lasting_settings}
 
     def deserialize(self, data: bytes) -> None:
@@ -501,8 +510,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For the bytes of an `ElasticOptimizer` with other bounds, if this is one.
         """
         saved = StateBytes.from_bytes(data)
+        # Before the first step there is no state of a wrapper that could take more than the rule's.
         saved.require_rule(self._rule, alone=self._state is None)
         settings = saved.metadata["settings"]
+        # Settings that the bytes do not have are not compared.
         wrong = [
             f"{name} {settings[name]}, here {value}"
             for name, value in self._lasting().items()
@@ -603,8 +614,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         A plain model is wrapped in this optimizer's strategy: ``result.model`` is the wrapper, and
         holds the parameters. If the same plain model is passed again, training continues with its
         wrapper. If training is refused before the first update, the plain model gets its parameters
-        back. If only one rank fails, as in a loss of the user's, `model` is the wrapper that holds
-        them.
+        back. If only one rank fails, as in a loss of the user's, they stay in the wrapper, `model`.
 
         Raises
         ------
@@ -640,6 +650,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "optimize inside accumulate() would add to a round and update nothing; call it "
                 "after the with block, and after the step that ends the round"
             )
+        # The first batch of this run would end a round that was begun before.
         model.engine.round.require_none("optimize")
         self.bind(model)
         lengths = training.refuse_early(model, self._config, data, model.data_size)
@@ -650,9 +661,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         from mpishard import training
 
         self._refuse_second_model()
+        # The ranks refuse together, so that they must be connected before.
         self.backend.initialize()
         lengths = training.refuse_early(data.model, self._config, data, self._data_size)
         model = self.model_class(data.model, self._config, **self._model_options)
+        # `bind` uses it up, and a refused run must leave it as it was.
         awaiting = self._awaiting
         run = None
         # The errors that every rank raises if one does: giving parameters back needs them all.
@@ -677,8 +690,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 model.release()
             elif self._state is not None:
                 error.add_note(
-                    "The plain model's parameters are held by its wrapper, which is the "
-                    "optimizer's `model`: where every rank calls optimizer.model.release(), the "
-                    "plain model has them back"
+                    "The parameters of the plain model are in its wrapper, `optimizer.model`. To "
+                    "get them back, call optimizer.model.release() on every rank"
                 )
             raise

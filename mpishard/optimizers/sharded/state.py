@@ -6,26 +6,34 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 import numpy as np
 
-from mpishard.base import Array, Data, NonFiniteLossError, array_namespace
+from mpishard.base import Array, Data, Metadata, NonFiniteLossError, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces, require_form
 from mpishard.models import Engine, Passes, Reduced, ShardedModelBase, StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
-from mpishard.optimizers.rules.ranges import (
-    OwnedRange,
-    ParameterCells,
+from mpishard.optimizers.rules.pieces import (
+    FixedSegments,
+    Numbers,
+    PieceViews,
     UpdateContext,
     count_missed,
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
-from mpishard.sharding import ParameterEntry, Piece, refuse_line_search
+from mpishard.sharding import ParameterEntry, Piece, Region, refuse_line_search
 
 _log = logging.getLogger("mpishard")
+
+
+class _Owners(TypedDict):
+    """The arguments of `UpdateContext` that stay the same in all updates."""
+
+    sum_over_owners: Callable[[Array], Array]
+    parameter_names: Sequence[str]
 
 
 class ModelState(CheckpointState):
@@ -49,7 +57,7 @@ class ModelState(CheckpointState):
         First part of the kinds of its arrays in a checkpoint, which names the rule.
     pieces : tuple of Piece
         The pieces that this rank updates.
-    parts : list of (tuple of Segment, dict of str to Array)
+    views : list of (tuple of Segment, dict of str to Array)
         For each piece the parameters that it cuts through, and its views of the vectors.
     vectors : mapping of str to Array
         This rank's state by name.
@@ -59,7 +67,7 @@ class ModelState(CheckpointState):
         The rule's numbers besides the vectors: see `UpdateContext`.
     last_gradient : (float, (int, int)) or None
         Weight of the last step's gradient, which the model's store holds as a sum, and the engine's
-        ``held_gradient`` after that step; None without one.
+        ``gradient_identity`` after that step; None without one.
     """
 
     keeps_gradients: ClassVar[bool] = False
@@ -73,7 +81,7 @@ class ModelState(CheckpointState):
         self.frozen = frozen
         self.kind = f"optimizer/{type(rule).__name__}"
         self.steps = 0
-        self.numbers: dict[str, Any] = {}
+        self.numbers: Numbers = {}
         self.last_gradient: tuple[float, tuple[int, int]] | None = None
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
@@ -89,25 +97,25 @@ class ModelState(CheckpointState):
         def sum_over_owners(rows: Array) -> Array:
             return model.engine.sum_over_owners(rows)
 
-        self._owners: dict[str, Any] = {
+        self._owners: _Owners = {
             "sum_over_owners": sum_over_owners,
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }
         if model.gradient_leaves is not None:
-            # Norms of parameters are summed by cells, so that their bits do not depend on the
-            # ranks that own the parts.
-            cells = ParameterCells(model.parameter_entries, model.units, model.gradient_leaves)
+            # Norms of parameters are summed by segments that every world has, so that their bits
+            # do not depend on the pieces that the ranks own.
+            fixed = FixedSegments(model.parameter_entries, model.units, model.gradient_leaves)
             segments = tuple(
-                cells.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
+                fixed.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
             )
             self._owners = {
-                "sum_over_owners": lambda rows: cells.totals(sum_over_owners(rows)),
-                "parameter_names": cells.names,
+                "sum_over_owners": lambda rows: fixed.totals(sum_over_owners(rows)),
+                "parameter_names": fixed.names,
             }
         self.vectors: Mapping[str, Array] = {
             name: engine.zeros_for_state(pieces) for name in rule.needed_state()
         }
-        self.parts = [
+        self.views = [
             (found, {name: vector[piece.in_shard] for name, vector in self.vectors.items()})
             for found, piece in zip(segments, pieces, strict=True)
         ]
@@ -152,7 +160,7 @@ class ModelState(CheckpointState):
     def settle(self) -> None:
         """Make all replicas equal: they are, unless a subclass lets them differ. Collective."""
 
-    def settings(self, update: int | None = None) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> dict[str, object]:
         """Return the settings that may change between steps, which the ranks compare.
 
         ``update`` is the number, from 0, of the update with these settings, by default the next.
@@ -168,6 +176,7 @@ class ModelState(CheckpointState):
             "clip_global_norm": rule.clip_global_norm,
             "clip_value": rule.clip_value,
             "weight_decay": rule.weight_decay,
+            # As text, because each rank has objects of its own.
             "parameter_options": self._described,
             # Bias corrections and schedules depend on it.
             "number of updates": self.steps,
@@ -188,19 +197,20 @@ class ModelState(CheckpointState):
 
     def run(
         self,
-        function: Callable[[Sequence[OwnedRange], UpdateContext], None],
+        function: Callable[[Sequence[PieceViews], UpdateContext], None],
         updates: list[Update],
         report: StepReport,
     ) -> None:
         """Run a function of the rule on the parameters that this rank updates."""
         assert report.gradient_norm is not None
         rule = self.rule
-        ranges = [
-            OwnedRange(update.parameters, update.gradients, views, segments)
-            for update, (segments, views) in zip(updates, self.parts, strict=True)
+        pieces = [
+            PieceViews(update.parameters, update.gradients, views, segments)
+            for update, (segments, views) in zip(updates, self.views, strict=True)
         ]
+        # As in a PyTorch loop: parameters that no rank has used keep their values and state.
         if not rule.updates_unused:
-            ranges = [p for r in ranges for p in r.without(report.unused, self.numbers)]
+            pieces = [p for all_of in pieces for p in all_of.without(report.unused, self.numbers)]
         context = UpdateContext(
             step=self.steps + 1,
             # A schedule is asked for the number of updates so far, which counts from 0.
@@ -212,13 +222,14 @@ class ModelState(CheckpointState):
             numbers=self.numbers,
             **self._owners,
         )
-        function(ranges, context)
+        function(pieces, context)
 
     def mean_gradient(self) -> Array | None:
         """Return the rank's part of the last step's mean gradient; None if it is gone."""
         engine = self.model.engine
-        weight, held = self.last_gradient or (0.0, None)
-        if held != engine.held_gradient:
+        weight, gradient = self.last_gradient or (0.0, None)
+        # Numbers of the gradient: the store may have been written, or summed again, since.
+        if gradient != engine.gradient_identity:
             return None
         gradients = engine.gradients.owned(engine.pieces.owned)
         if not gradients:
@@ -230,6 +241,7 @@ class ModelState(CheckpointState):
     def synchronize(self) -> None:
         """Take the state of the ranks that write a checkpoint, and rank 0's steps. Collective."""
         self.take(self.gathered())
+        # Bias corrections and schedules depend on it, so that it must be equal, too.
         self.steps = int(self.model.backend.broadcast(np.array([self.steps]))[0])
 
     def gathered(self) -> StateBytes:
@@ -253,14 +265,15 @@ class ModelState(CheckpointState):
             If it is that of another model, or of other kinds.
         """
         saved.require_fit(self._trained_entries, self.model.dtype)
+        # A wrapper numbers its kinds by replicas, and the saved state tells how many there were.
         self.expect(saved.arrays)
         wanted = self.arrays_to_read().keys()
         if not (saved.is_of(self.rule) or saved.arrays.keys() == wanted):
-            held, needed = (
+            found, needed = (
                 sorted(kind.rpartition("/")[2] for kind in kinds)
                 for kinds in (saved.arrays, wanted)
             )
-            raise ValueError(f"these bytes hold the state {held}, and this optimizer has {needed}")
+            raise ValueError(f"these bytes hold the state {found}, and this optimizer has {needed}")
 
     def take(self, saved: StateBytes) -> None:
         """Take a saved state that fits. Communicates nothing.
@@ -269,6 +282,7 @@ class ModelState(CheckpointState):
         """
         self.expect(saved.arrays)
         whole = self.arrays_to_read()
+        # Otherwise it is the state of the rule alone, and a wrapper's own arrays stay.
         if saved.is_fresh or saved.arrays.keys() == whole.keys():
             saved.fill(whole)
             self.restored(saved.metadata)
@@ -298,7 +312,7 @@ class ModelState(CheckpointState):
 
     def _regions(
         self, pieces: Sequence[Piece], vectors: Mapping[str, Array] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, Sequence[tuple[Region, Array]]]:
         """Return the pieces of the state's vectors, or of others as long, by kind."""
         cut = self.engine.placement.cut
         return {
@@ -306,12 +320,12 @@ class ModelState(CheckpointState):
             for name, vector in (self.vectors if vectors is None else vectors).items()
         }
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return settings, step count and the rule's numbers."""
         numbers = {"numbers": self.numbers} if self.numbers else {}
         return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps, **numbers}
 
-    def restored(self, metadata: Mapping[str, Any]) -> None:
+    def restored(self, metadata: Metadata) -> None:
         """Continue from the saved step."""
         require_form(metadata, STATE_FORM, "metadata.optimizer")
         settings = metadata["settings"]
@@ -320,6 +334,7 @@ class ModelState(CheckpointState):
             for name, value in self.rule.fingerprint().items()
             if settings.get(name) != value
         ]
+        # Logged and not refused: a resumed run may be given another rate.
         if changed and self.model.rank == 0:
             _log.warning("the optimizer continues with other settings: %s", "; ".join(changed))
         self.steps = steps = metadata["optimizer_steps"]
@@ -372,6 +387,7 @@ def search_step(state: ModelState, x: Data, y: Data, sample_start: int | None) -
 
     move(rule.begin)
     found: StepReport | None = None
+    # Each evaluation is a step of the engine: all ranks see one loss, and choose one trial.
     while state.is_searching:
         is_first = "value" not in state.numbers
         try:
@@ -386,6 +402,7 @@ def search_step(state: ModelState, x: Data, y: Data, sample_start: int | None) -
                 state.numbers.clear()
                 raise
             move(rule.reject)
+            # No shorter trial was finite either.
             if "stuck" in state.numbers:
                 raise
             continue

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, to_host
+from mpishard.base import Array, CheckpointError, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     OBJECT,
@@ -28,7 +28,7 @@ from mpishard.sharding import ParameterEntry, Region, put_region, take_region
 
 _HEADER = "mpishard.optimizer"
 
-STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
+STATE_FORM: dict[str, object] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
 """The form of an optimizer's metadata in a checkpoint."""
 
 Tensors = dict[str, Array]
@@ -54,7 +54,7 @@ class StateBytes:
         Kind -> parameter -> NumPy array in the parameter's shape. Frozen parameters have none.
     """
 
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     arrays: Mapping[str, Tensors] = field(default_factory=dict)
 
     @classmethod
@@ -67,7 +67,7 @@ class StateBytes:
         cls,
         backend: CommunicationBackend,
         pieces: Pieces,
-        metadata: Mapping[str, Any],
+        metadata: Metadata,
         entries: Sequence[ParameterEntry],
         dtype: DType,
         subject: int = 0,
@@ -109,11 +109,11 @@ class StateBytes:
         for (name, given), order in zip(pieces.items(), regions, strict=True):
             # A rank without pieces sends an empty array, which needs the dtype too.
             own = [np.empty(0, dtype), *(to_host(values) for _, values in given)]
-            together = backend.all_gather(np.concatenate(own), subject=subject)
+            values = backend.all_gather(np.concatenate(own), subject=subject)
             full = arrays[name] = {entry.name: np.empty(entry.shape, dtype) for entry in entries}
             position = 0
             for region in order:
-                put_region(together[position : position + region.length], region, full[region.name])
+                put_region(values[position : position + region.length], region, full[region.name])
                 position += region.length
         return cls(metadata, arrays)
 
@@ -207,9 +207,9 @@ class StateBytes:
         """
         saved, mine = self.metadata["settings"].get("rule"), type(rule).__name__
         if saved != mine or (alone and not self.is_of(rule)):
-            held = sorted(kind.rpartition("/")[2] for kind in self.arrays)
+            found = sorted(kind.rpartition("/")[2] for kind in self.arrays)
             raise ValueError(
-                f"these bytes hold the state {held} of {saved}, and {mine} needs "
+                f"these bytes hold the state {found} of {saved}, and {mine} needs "
                 f"{sorted(rule.needed_state())}"
                 + "; a wrapper such as LocalSGDOptimizer saves more than its rule's state: to load "
                 "that, call bind(model) first" * (saved == mine)
@@ -229,6 +229,7 @@ class StateBytes:
             for entry in entries
         }
         given = {name: (array.shape, array.dtype.name) for name, array in self._tensors.items()}
+        # Sorted, so that all ranks name the same array.
         wrong = [n for n in sorted(expected | given) if expected.get(n) != given.get(n)]
         if wrong:
             raise ValueError(

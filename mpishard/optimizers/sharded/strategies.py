@@ -110,7 +110,9 @@ class _MeshOptimizer(ShardedOptimizerBase):
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         own = type(self).__name__
+        # Arguments of the optimizer itself, such as sizes, are no options of the model.
         named = set(inspect.signature(type(self)).parameters) | {"wrapped_model"}
+        # Read from the signature, so that a new option of the model needs no line here.
         known = [
             name for name in inspect.signature(self.model_class).parameters if name not in named
         ]
@@ -128,13 +130,16 @@ class _MeshOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         super()._require_fit(model)
         assert isinstance(model, MeshModel)
+        # Only options that were given are compared; the model decides the others.
         for name, mine in self._model_options.items():
+            # Options without an entry matter only when a model is wrapped.
             value = _COMPARED.get(name)
             if value is not None and value(mine) != value(getattr(model, name)):
                 raise ShardingError(
                     f"the optimizer was made with {name} {_named_option(mine)}, and the model with "
                     f"{_named_option(getattr(model, name))}; give both the same"
                 )
+        # A model of the right class may have been made with other sizes.
         if model.mesh.sizes != self.sizes:
             named = [" x ".join(map(str, sizes)) for sizes in (model.mesh.sizes, self.sizes)]
             raise ShardingError(
@@ -159,7 +164,7 @@ class _MeshOptimizer(ShardedOptimizerBase):
 
 
 # Option -> the function of its value that must be equal for the optimizer and the model.
-_COMPARED: dict[str, Callable[[Any], Any]] = {
+_COMPARED: dict[str, Callable[[Any], object]] = {
     "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
     "data_parallel_strategy": DATA_POLICIES.__getitem__,  # two of them have two names
     "sequence_parallel": bool,
@@ -167,7 +172,7 @@ _COMPARED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _named_option(value: Any) -> str:
+def _named_option(value: object) -> str:
     if isinstance(value, IPipelineSchedule):
         stages = value.virtual_stages_per_rank
         return f"{value.name} of {stages} stage{'s' * (stages > 1)} per rank"
@@ -223,6 +228,7 @@ class PipelineParallelOptimizer(_MeshOptimizer):
         num_micro_batches: int = 1,
         **model_options: Any,
     ) -> None:
+        # 1 is the default, and means that the model decides.
         count = as_count("num_micro_batches", num_micro_batches)
         if count > 1 and model_options.setdefault("micro_batch_count", count) != count:
             raise ValueError(
@@ -273,9 +279,11 @@ class HybridShardedOptimizer(_MeshOptimizer):
         **model_options: Any,
     ) -> None:
         super().__init__(wrapped_optimizer, config, model_options)
+        # Resolved, so that -1 is compared as the number that it stands for.
         self.sizes = axis_sizes(
             self._config, pipeline_parallel_size, tensor_parallel_size, data_parallel_size
         )
+        # The sizes are arguments of the model, too, if `optimize` wraps a plain one.
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         self._model_options |= zip(names, self.sizes, strict=True)
 
@@ -312,6 +320,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
         first step, and when `optimize` begins.
     """
 
+    # In the bytes of `serialize`, too: a job that continues has the same bounds.
     _setting_names = _lasting_settings = "min_workers", "max_workers"
     _refused = MappingProxyType({
         "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
@@ -336,6 +345,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
         self.model_class = data_model_class(strategy)
         self.max_workers = int(max_workers)
         self.allowed_ranks = self.min_workers, self.max_workers
+        # At once, so that a job with a wrong number of ranks ends before it reads data.
         self._require_bounds()
 
     @property
@@ -367,6 +377,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """Train as every optimizer; rank 0 warns if there is no checkpoint folder. Collective."""
+        # By getattr, because input of another type is refused below.
         if getattr(input_data, "checkpoint", "") is None and self.rank == 0:
             _log.warning(
                 "%s without checkpoint=FOLDER: if the number of ranks changes, training starts "

@@ -1,4 +1,4 @@
-"""Thread-ranks are woken by the act that they wait for, and not by looking around later."""
+"""A waiting thread-rank is woken by the event that it waits for, and not by its next poll."""
 
 import threading
 import time
@@ -10,28 +10,28 @@ from mpishard import run_in_threads
 from mpishard.communication.threads import world
 from mpishard.errors import PeerError
 
-LATE = 5.0  # seconds after which a rank that nobody woke looks around
+LATE = 5.0  # seconds after which a rank polls if no other rank woke it
 
 
 @pytest.fixture
 def woken(monkeypatch):
-    """Notes whether each wait of a rank ended because somebody woke it."""
+    """Return a list that records for each wait of a rank whether another rank ended it."""
     ends = []
     wait = threading.Condition.wait
 
-    def noted(condition, timeout=None):
+    def recorded(condition, timeout=None):
         ended = wait(condition, timeout)
         if timeout is not None:
             ends.append(ended)
         return ended
 
     monkeypatch.setattr(world, "READ_EVERY", LATE)
-    monkeypatch.setattr(threading.Condition, "wait", noted)
+    monkeypatch.setattr(threading.Condition, "wait", recorded)
     return ends
 
 
 def act_in_turn(backend, act, first):
-    """One of two ranks acts late, so that the other one waits for it."""
+    """Let one of two ranks act late, so that the other rank waits for it."""
     if backend.rank != first:
         time.sleep(0.02)
     act(backend, 1 - backend.rank, first)
@@ -41,24 +41,24 @@ def meet(backend, other, first):
     backend.all_reduce(np.ones(3))
 
 
-def send_to_the_late(backend, other, first):
+def send_to_a_late_rank(backend, other, first):
     if backend.rank == first:
         backend.send_async(np.ones(3), other).wait()
     else:
         backend.receive(other, 3)
 
 
-def receive_from_the_late(backend, other, first):
+def receive_from_a_late_rank(backend, other, first):
     if backend.rank == first:
         backend.receive(other, 3)
     else:
         backend.send(np.ones(3), other)
 
 
-@pytest.mark.parametrize("act", [meet, send_to_the_late, receive_from_the_late])
+@pytest.mark.parametrize("act", [meet, send_to_a_late_rank, receive_from_a_late_rank])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("in_groups", [False, True])
-def test_by_the_ranks_that_it_waits_for(act, first, in_groups, woken):
+def test_a_rank_is_woken_by_the_ranks_that_it_waits_for(act, first, in_groups, woken):
     def main(backend):
         # The groups have other numbers for their ranks than the world has.
         group = backend.split(backend.rank % 2, -backend.rank) if in_groups else backend
@@ -69,7 +69,7 @@ def test_by_the_ranks_that_it_waits_for(act, first, in_groups, woken):
     assert all(woken)
 
 
-def test_by_a_rank_that_leaves_or_fails_in_another_group(woken):
+def test_a_rank_is_woken_if_a_rank_leaves_or_fails_in_another_group(woken):
     def leave(backend):
         group = backend.split(backend.rank % 2)
         if backend.rank == 0:
@@ -93,7 +93,7 @@ def test_by_a_rank_that_leaves_or_fails_in_another_group(woken):
     assert all(woken)
 
 
-def test_by_the_last_rank_that_shrinks(woken):
+def test_the_last_rank_that_calls_shrink_wakes_the_others(woken):
     def main(backend):
         if backend.rank == 2:
             raise ValueError("boom")
@@ -105,15 +105,15 @@ def test_by_the_last_rank_that_shrinks(woken):
     assert all(woken)
 
 
-def test_ranks_of_another_group_sleep_on():
-    shared = world.World.root("bells", 4)
+def test_a_rendezvous_of_one_group_wakes_no_rank_of_another():
+    shared = world.World.root("waking", 4)
     pairs = shared.split([(rank % 2, -rank) for rank in range(4)], 1)
-    rung = []
-    for rank, bell in enumerate(shared.bells):
-        bell.notify_all = lambda rank=rank: rung.append(rank)
+    notified = []
+    for rank, condition in enumerate(shared.conditions):
+        condition.notify_all = lambda rank=rank: notified.append(rank)
     for local in (0, 1):
         pairs[1].meet(1, 0, local, None)
-    assert sorted(rung) == [1, 3]
+    assert sorted(notified) == [1, 3]
     with shared.lock:
         pairs[0].wake([0])
-    assert rung[2:] == [2]
+    assert notified[2:] == [2]

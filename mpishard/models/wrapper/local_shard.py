@@ -1,4 +1,4 @@
-"""The parameters that a rank holds: values, places in the flat vector, and equality of replicas."""
+"""The parameters that a rank holds: values, ranges of the flat vector, and equality of replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ _MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters:
+class LocalShard:
     """The pieces of the parameters on this rank, end to end; all of them if they are replicated.
 
     In mixed precision these are the float32 parameters, which the rank updates.
@@ -67,7 +66,7 @@ class HeldParameters:
             On every rank, in the middle of a round of accumulation.
         """
         engine = self.engine
-        # `together` is a barrier as well: no rank writes while another still reads its values.
+        # `same_outcome` is a barrier as well: no rank writes while another still reads its values.
         with same_outcome(engine.world, engine.layout.subject):
             if getattr(values, "shape", None) != (self.length,):
                 raise ValueError(
@@ -80,17 +79,18 @@ class HeldParameters:
             stop = start + int(target.size)
             copy_into(target, values[start:stop])
             start = stop
+        # Copies, caches and the model itself are derived from what was written.
         engine.read()
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges ``(start, stop)`` of the flat vector; adjacent ones are joined."""
         placement = self.engine.placement
-        held = [(piece.start, piece.stop) for piece in self.pieces]
+        own = [(piece.start, piece.stop) for piece in self.pieces]
         # Without a mesh a piece is one range of the model's vector already.
         if placement.is_whole:
-            return tuple(held) if self.engine.policy.shards_parameters else ((0, placement.length),)
+            return tuple(own) if self.engine.policy.shards_parameters else ((0, placement.length),)
         found: list[tuple[int, int]] = []
-        for start, stop in (r for own in held for r in placement.ranges(*own)):
+        for start, stop in (r for bounds in own for r in placement.ranges(*bounds)):
             # Slices that follow each other are one range.
             if found and found[-1][1] == start:
                 found[-1] = found[-1][0], stop
@@ -98,7 +98,7 @@ class HeldParameters:
                 found.append((start, stop))
         return tuple(found)
 
-    def properties(self) -> dict[str, Any]:
+    def properties(self) -> dict[str, object]:
         """Return the metadata that describe the sharding."""
         policy = self.engine.policy
         return {
@@ -151,17 +151,18 @@ def compare_replicas(
     is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
     if is_shared_by_all and not is_on_mesh:
         return 0
-    pieces = parameters.held
-    if parameters.once_per_node:  # the first rank of a node speaks for it
+    pieces = parameters.local_pieces
+    if parameters.once_per_node:  # the first rank of a node reports_loss for it
         is_leader = parameters.backend.local_rank == 0
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
-    held = zip(pieces, parameters.owned(pieces), strict=True)
+    values = zip(pieces, parameters.owned(pieces), strict=True)
     # Ranks hold different regions. A hash of 8 bytes names each, so that all rows have one length.
     own: dict[int, tuple[Region, int]] = {}
-    for region, array in placement.cut((piece.start, array) for piece, array in held):
+    for region, array in placement.cut((piece.start, array) for piece, array in values):
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
         own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
+    # Rows of numbers and no names: a name travels only if its parameter differs.
     everyone = world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)
     copies: dict[int, dict[int, int]] = {}
     for rank, key, crc in everyone.tolist():

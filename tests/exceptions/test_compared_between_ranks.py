@@ -1,4 +1,4 @@
-"""Mistakes that only the ranks together can see: refused on all of them."""
+"""Mistakes that only a comparison of ranks finds are refused on all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpishard.testing.worlds import in_worlds
 
 X, Y = np.ones((3, 5)), np.ones((3, 2))
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
-ONE_BATCH = ("tensor", "pipeline")  # which both ranks compute together
+ONE_BATCH = ("tensor", "pipeline")  # whose two ranks compute one batch
 OWN_BATCH = tuple(strategy for strategy in STRATEGIES if strategy not in ONE_BATCH)
 RATE = {"apply_gradients": (0.1,)}
 
@@ -75,7 +75,7 @@ TOGETHER = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2)
-def test_mistakes_that_ranks_see_together(mistakes, backend, shared_path, strategy):
+def test_mistakes_that_a_comparison_of_ranks_finds(mistakes, backend, shared_path, strategy):
     if backend.rank == 0:
         (shared_path / "file").write_text("no checkpoint")
         (shared_path / "precious").mkdir()
