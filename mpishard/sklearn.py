@@ -48,6 +48,8 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         world_size: int = 2,
         random_state: Any = None,
     ) -> None:
+        # scikit-learn copies an estimator by these attributes, which must be the arguments
+        # themselves.
         self.model = model
         self.hidden = hidden
         self.optimizer = optimizer
@@ -150,6 +152,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         model = self.model_
         if not is_sparse(x):
             return np.asarray(model.predict(x))
+        # Sparse rows become dense a batch at a time, as in fit().
         parts = np.array_split(np.arange(x.shape[0]), -(-x.shape[0] // self.batch_size))
         return np.concatenate([model.predict(take(x, rows)) for rows in parts])
 
@@ -282,12 +285,14 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         self.classes_, targets = np.unique(labels, return_inverse=True)
         weights = self._weights(_sample_weights(sample_weight, x), labels, targets)
         self._design_for(len(self.classes_))
+        # Any seed serves, because only the shape of the outputs is looked at.
         model = self._made(0)
         logits = self.n_outputs_
         if isinstance(getattr(model, "default_loss_function", None), BinaryCrossEntropy):
             logits = 1
             if self.n_outputs_ > 2:
                 raise ValueError(f"{self.n_outputs_} classes need as many logits, not one")
+            # This loss takes targets in the shape of its logits.
             targets = targets[:, None].astype(x.dtype)
         shape = np.shape(model.predict(take(x, np.arange(1))))
         if shape != (1, logits):
@@ -318,6 +323,7 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         logits = self._outputs(X).astype(np.float64)
         if logits.shape[1] < len(self.classes_):  # one logit is that of the second class
             logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
+        # Without the maximum, exp() of large logits would overflow.
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
         result: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
         return result
@@ -370,6 +376,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
             self, X, y, accept_sparse="csr", dtype=_DTYPES, multi_output=True, y_numeric=True
         )
         self._is_flat = targets.ndim == 1
+        # Targets of shape (n,) would be broadcast against outputs of shape (n, 1).
         columns = targets[:, None] if self._is_flat else targets
         self._design_for(columns.shape[1])
         weights = _sample_weights(sample_weight, x)

@@ -1,4 +1,4 @@
-"""scikit-learn's own checks of estimators, and what its users do with them.
+"""scikit-learn's own checks of estimators, and their use in its tools.
 
 Tests import scikit-learn themselves, because that takes each process that collects them a second.
 """
@@ -127,7 +127,7 @@ def test_several_targets_at_once():
     assert found.parameters_.dtype == np.float32
 
 
-def test_results_do_not_depend_on_the_number_of_ranks():
+def test_fits_do_not_depend_on_the_number_of_ranks():
     one, three = (classifier(world_size=n).fit(X, LABELS).parameters_ for n in (1, 3))
     assert np.abs(one - three).max() < 1e-12
     with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):

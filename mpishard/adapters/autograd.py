@@ -157,6 +157,7 @@ class AutogradModel(TreeModel):
         given = cotangent()
         with _tracing:
             gradients = trace.gradients(given)
+        # The last parameter comes first, as in the backward pass of a layered model.
         for index in reversed(range(len(self._entries))):
             gradient, entry = gradients[index], self._entries[index]
             if gradient is None:  # This pass did not use the parameter.

@@ -83,6 +83,7 @@ class FunctionModel(FlatVectorModel):
             raise TypeError(
                 f"the function must return (loss, gradient), got {type(result).__name__}"
             )
+        # The gradient may be a list, or an array on a GPU, as the parameters may.
         loss, gradient = result[0], as_array(result[1])
         shape = getattr(gradient, "shape", None)
         if shape != self._theta.shape:

@@ -195,6 +195,7 @@ class JaxModel(TreeModel):
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
     ) -> tuple[Scalar, Scalar, Saved]:
+        # XLA would compile a program for no sample, whose mean is NaN.
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:
@@ -212,6 +213,7 @@ class JaxModel(TreeModel):
         import jax
 
         gradients = jax.tree_util.tree_leaves(saved())
+        # The last parameter comes first, as in the backward pass of a layered model.
         for index in reversed(range(len(gradients))):
             receive(index, np.asarray(gradients[index]).reshape(-1))
 

@@ -45,11 +45,13 @@ class ParameterTree:
     def __init__(self, tree: Any) -> None:
         found: list[tuple[str, Any]] = []
 
+        # Leaves are numbered in the order of `map_tree`, in which `build` puts them back.
         def note(name: str, leaf: object) -> int:
             found.append((name or "parameters", leaf))
             return len(found) - 1
 
         self._template = map_tree(note, tree)
+        # Not isinstance: np.float64 is a subclass of float, and stays an array.
         self._is_number = [type(leaf) is float for _, leaf in found]
         if not found:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
@@ -84,6 +86,7 @@ def flat_leaves(
     for name, leaf in found:
         _check_leaf(name, leaf)
     names = [name for name, _ in found]
+    # Options, checkpoints and reports know a parameter by its name.
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
         raise ValueError(
@@ -92,6 +95,7 @@ def flat_leaves(
         )
     dtypes: dict[DType, list[str]] = {}
     for name, leaf in found:
+        # Python floats have no dtype of their own: 0.0 may be beside arrays of float32.
         if isinstance(leaf, np.ndarray | np.generic):
             dtypes.setdefault(leaf.dtype, []).append(name)
     if len(dtypes) > 1:
@@ -109,6 +113,7 @@ def flat_leaves(
         start = entries[-1].stop if entries else 0
         entries.append(ParameterEntry(name, np.shape(leaf), start))
     values = [np.ravel(leaf).astype(dtype, copy=False) for _, leaf in found]
+    # np.concatenate copies, so that training never changes the user's arrays.
     return tuple(entries), dtype, np.concatenate(values)
 
 

@@ -121,11 +121,13 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         self._vector, self._holder = None, holder
 
     def reclaim_parameters(self, parameters: Array) -> None:
+        # Leaves are views in the parameters' shapes, which a strided vector does not allow.
         vector = np.ascontiguousarray(self._checked(parameters))
         self._place(self._cut(vector))
         self._vector, self._holder = vector, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # copy.deepcopy would copy each leaf, and the copies would not be views of one vector.
         return self.with_parameters(self.get_parameters())
 
     def _cut(self, vector: Array) -> list[Array]:
@@ -142,6 +144,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         """Return the mean loss, and its gradient of shape (parameter_count,)."""
         self.check_input(x)
         require_plain(y)
+        # Zeros, because a pass gives no gradient of parameters that it did not use.
         full = np.zeros(self.parameter_count, self._dtype)
         parts = self._cut(full)
 
@@ -268,6 +271,7 @@ class TreeModel(PlacedVectorModel):
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:
             return 0.0, 0.0
+        # The sum over samples is returned, because ranks may have different numbers of samples.
         mean = as_loss(self._loss(self._parameters, tree_of(x), tree_of(y)), self)
         return mean * len(x), float(len(x))
 

@@ -207,6 +207,7 @@ class TorchModel(PlacedVectorModel):
         import torch
 
         _check_array("x", x)
+        # Each submodule has a mode of its own, which train() would set for all of them.
         modes = [(module, module.training) for module in self._module.modules()]
         self._module.eval()
         try:
@@ -250,6 +251,7 @@ class TorchModel(PlacedVectorModel):
 
         assert loss is not None
         self._placed.require_placed()
+        # The caller may have disabled gradients, for instance in an evaluation.
         with torch.enable_grad():
             output, prediction = self._run(x)
         total, weight, saved = loss.forward(prediction, y)
@@ -272,6 +274,7 @@ class TorchModel(PlacedVectorModel):
         finally:
             for handle in handles:
                 handle.remove()
+            # After an error, a gradient that is left would be added to that of the next pass.
             for parameter in self._placed.parameters:
                 parameter.grad = None
 
@@ -301,6 +304,7 @@ class TorchLoss(ILossFunction):
         import torch
 
         samples = len(prediction)
+        # PyTorch's mean of no sample is NaN.
         if samples == 0:
             return 0.0, 0.0, (None, None, np.zeros_like(prediction))
         output = torch.from_numpy(prediction)
@@ -323,6 +327,7 @@ class TorchLoss(ILossFunction):
         output, total, zeros = saved
         if output is None:
             return zeros
+        # Not backward(), which would also add to gradients of parameters that the loss has.
         gradient: Array = torch.autograd.grad(total, output)[0].numpy()
         return gradient
 

@@ -21,7 +21,7 @@ Metadata: TypeAlias = Mapping[str, Any]
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: object) -> float:
     """Return ``value``, a real number or an array of no dims, as a float.
 
     Raises
@@ -111,7 +111,7 @@ def as_amount(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
+def as_loss(value: Any, owner: object, kind: str = "mean") -> float:
     """Return ``value``, a loss that a function of ``owner`` has returned, as a float.
 
     An array of one element is accepted, also of JAX or PyTorch. ``kind`` is "mean" or "sum", over
@@ -158,12 +158,12 @@ def as_flag(name: str, value: object) -> bool:
     return flag
 
 
-def _without_dims(value: Any) -> Any:
+def _without_dims(value: Any) -> object:
     """Return the element of an array of no dims, such as the sum of an array, as a scalar."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def require_type(name: str, value: Any, *kinds: type) -> None:
+def require_type(name: str, value: object, *kinds: type) -> None:
     """Refuse a value that is of none of these types.
 
     Raises
@@ -174,9 +174,10 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
         known = " or ".join(kind.__name__ for kind in kinds)
         article = "an" if known[0] in "AEIOU" else "a"
+        got = type(value).__name__
         # A frequent mistake is to pass SGD for SGD().
-        is_class = isinstance(value, type)
-        got = f"the class {value.__name__}" if is_class else type(value).__name__
+        if isinstance(value, type):
+            got = f"the class {value.__name__}"
         raise TypeError(f"{name} must be {article} {known}, got {got}")
 
 

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -152,7 +151,7 @@ class Library:
             If a call of oneDNN fails, with its status.
         """
         arrays = [a, b, out] if bias is None else [a, b, out, bias]
-        primitives: dict[Any, _Product] | None = getattr(self._threads, "primitives", None)
+        primitives: dict[object, _Product] | None = getattr(self._threads, "primitives", None)
         if primitives is None:
             # One thread for each product, because other ranks use the other cores. OpenMP keeps
             # this limit for each calling thread.

@@ -27,6 +27,7 @@ from mpishard.checkpoint.format.content import (
     TEXT,
     Checkpointable,
     CheckpointableOptimizer,
+    CheckpointedModel,
     CheckpointState,
     Form,
     Kind,
@@ -56,8 +57,8 @@ from mpishard.checkpoint.loading.inspection import (
 )
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint, find_single
 from mpishard.checkpoint.loading.restore import load, load_states, newest_first, newest_valid
+from mpishard.checkpoint.saving.pending import PendingSave
 from mpishard.checkpoint.saving.save import (
-    PendingSave,
     begin_save,
     reserve,
     save,
@@ -76,6 +77,7 @@ __all__ = [
     "CheckpointState",
     "Checkpointable",
     "CheckpointableOptimizer",
+    "CheckpointedModel",
     "Manifest",
     "PendingSave",
     "Pieces",

@@ -71,6 +71,7 @@ class ILossFunction(ABC):
         """Return the gradient of the mean loss with respect to the prediction, in its shape."""
         _, weight, saved = self.forward(prediction, target)
         gradient = self.backward(saved)
+        # On a GPU this waits for the sum. `forward` and `backward` do not.
         if counted := float(weight):
             gradient /= counted
         return gradient
@@ -82,6 +83,7 @@ class ILossFunction(ABC):
         return float(total) / counted if counted else 0.0
 
 
+# Not frozen, because a sharded model adds its own facts to those of the plain model.
 @dataclass
 class ModelMetadata:
     """A model's description of itself.

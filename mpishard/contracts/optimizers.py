@@ -96,6 +96,7 @@ class IShardedOptimizer(IOptimizer):
             If the state is sharded: each part of it exists on one rank only.
         """
 
+    # The type is not named, because this room comes before communication.
     @property
     def backend(self) -> Any:
         """The `mpishard.CommunicationBackend` of this rank."""

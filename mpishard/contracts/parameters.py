@@ -58,6 +58,7 @@ class IParameterizable(IParameterSource):
             If the chunks together do not have ``parameter_count`` elements; nothing has
             changed then.
         """
+        # All chunks are checked before any parameter is set.
         parts = [(array_namespace(chunk), chunk.reshape(-1)) for chunk in chunks]
         if not parts:
             raise ValueError(f"expected {self.parameter_count} parameters, got no chunk")

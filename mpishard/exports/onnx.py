@@ -86,6 +86,7 @@ def _content(model: object, values: Iterator[Array]) -> Iterator[memoryview | by
         ir_version=_IR_VERSION,
         producer_name="mpishard",
     )
+    # The check compares all shapes, so that a wrongly translated layer is found here.
     onnx.checker.check_model(file, full_check=True)
     # Parameters are inputs only for the check. In the file they are constants.
     del file.graph.input[1:]
@@ -99,10 +100,12 @@ def _encoded(
 
     They are encoded here, because Protocol Buffers would copy the parameters three times.
     """
+    # Fields of a message may be in any order, so that the parameters can come last.
     begin = file.graph.SerializeToString()
     file.ClearField("graph")
     heads = []
     for entry in entries:
+        # Data type 1 is FLOAT.
         head = kinds(dims=entry.shape, data_type=1, name=entry.name)
         data = head.SerializeToString() + _field(_RAW_DATA, 4 * entry.size)
         heads.append(_field(_INITIALIZER, len(data) + 4 * entry.size) + data)
@@ -143,6 +146,7 @@ class _Graph:
     def constant(self, value: object) -> str:
         """Add a constant, and return its name; integers become int64."""
         array = np.asarray(value)
+        # ONNX takes shapes and axes as int64.
         array = array.astype(np.int64) if array.dtype.kind == "i" else array
         name = f"constant{len(self.constants)}"
         self.constants[name] = np.ascontiguousarray(array).reshape(array.shape)

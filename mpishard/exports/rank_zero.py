@@ -60,10 +60,11 @@ def _chunks(model: UserModel) -> Iterator[Array]:
 
 def _parameters(model: Model, chunks: Iterator[Array]) -> Iterator[Array]:
     """Yield each parameter as a vector, from chunks that may end anywhere."""
-    held = np.empty(0, model.dtype)
+    chunk = np.empty(0, model.dtype)
     for entry in model.parameter_table.entries:
-        while held.size < entry.size:
+        # A unit has several parameters, and on a mesh a chunk is all of them.
+        while chunk.size < entry.size:
             following = to_host(next(chunks)).reshape(-1)
-            held = np.concatenate([held, following]) if held.size else following
-        yield held[: entry.size]
-        held = held[entry.size :]
+            chunk = np.concatenate([chunk, following]) if chunk.size else following
+        yield chunk[: entry.size]
+        chunk = chunk[entry.size :]

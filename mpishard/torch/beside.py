@@ -80,11 +80,13 @@ def _dumped(value: object) -> bytes:
 
 
 def _loaded(raw: bytes) -> Any:
+    # A checkpoint may come from somebody else, and must not run code when it is read.
     return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 def _plain(value: Any, place: str) -> Any:
     """Return a copy of a value in types that `_loaded` reads."""
+    # Exact types: an object of a subclass may have state that would be lost.
     kind = type(value)
     if value is None or kind in (bool, int, float, complex, str, bytes):
         return value
@@ -112,6 +114,7 @@ def _key(value: object, place: str) -> Any:
     if type(value) is set:
         return {_key(item, place) for item in value}
     plain = value.item() if isinstance(value, np.generic) else value
+    # PyTorch has no list of the types that it reads, so that it has to try.
     try:
         _loaded(_dumped(plain))
     except Exception as error:
@@ -198,11 +201,13 @@ def take_state(placed: PlacedModule, saved: Metadata) -> None:
     """
     tensors, others, _ = _divided(placed)
     values = saved.get("state_dict", {})
+    # Tensors alone are written in place, without a call of the user's code.
     if values.keys().isdisjoint(others):
         for name, value in values.items():
             write(tensors[name], value)
         return
     state = OrderedDict(values)
+    # PyTorch passes these versions to each module, which converts older state by them.
     state._metadata = OrderedDict(saved["versions"])  # type: ignore[attr-defined]
     with errors_of_loading(placed.module):
         result = placed.module.load_state_dict(state, strict=False)
@@ -226,6 +231,8 @@ def module_unchanged(placed: PlacedModule) -> Iterator[None]:
     """Undo, after the ``with`` statement, changes of attributes and tensors beside the vector."""
     module = placed.module
     in_vector = {id(parameter) for parameter in placed.parameters}
+    # Attributes get the same objects back, and tensors their values, as user code may refer to
+    # them.
     modules = [(m, dict(vars(m)), dict(m._buffers.items())) for m in module.modules()]
     tensors = [*module.buffers(), *(p for p in module.parameters() if id(p) not in in_vector)]
     copies = [tensor.detach().clone() for tensor in tensors]

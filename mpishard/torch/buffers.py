@@ -44,6 +44,8 @@ class Buffers:
             On every rank, if names, shapes or dtypes differ between ranks. The message names the
             tensors, and nothing has changed.
         """
+        # Names, shapes and dtypes must be equal first: `_send` sends the bytes of all tensors at
+        # once.
         forms = {f"parameter {name!r}": form_of(p) for name, p in self._parameters.items()}
         if differing := differences(backend, forms | self._forms()):
             raise ValueError(f"every rank must have the same module; by rank, {differing}")

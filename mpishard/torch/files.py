@@ -82,6 +82,7 @@ def save(
         As for `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
+    # A parameter that was moved out of the store would be saved with its old values.
     owner.placed.require_placed()
     view = None if optimizer is None else _OptimizerView(owner, optimizer)
     document = {_STEP: as_integer("step", step), _USER: dict(metadata or {})}
@@ -139,21 +140,25 @@ class _ModelView:
         self, owner: ShardedModule, optimizer: _OptimizerView | None, scheduler: Any
     ) -> None:
         self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
-        owner.let_go()
+        # Changes that the user made in gathered parameters go to the pieces, which are saved.
+        owner.free_gathered()
+
+    def checkpointed(self) -> _ModelView:
+        return self
 
     @property
-    def checkpoint_backend(self) -> CommunicationBackend:
+    def backend(self) -> CommunicationBackend:
         return self._owner.backend
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         return self._owner.layout.subject
 
     @property
-    def checkpoint_dtype(self) -> DType:
+    def dtype(self) -> DType:
         return self._owner.layout.dtype
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def parameters(self) -> Sequence[ParameterEntry]:
         return self._owner.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:
@@ -192,6 +197,8 @@ class _ModelView:
         check_state(self._owner.placed, beside["model"])
         if self._scheduler is not None and "scheduler" not in beside:
             raise ValueError("it was saved without a scheduler")
+        # The user's load_state_dict() may raise. Here it is tried, and undone, before arrays are
+        # read.
         with ExitStack() as undone:
             undone.enter_context(module_unchanged(self._owner.placed))
             if self._optimizer is not None:
@@ -201,6 +208,7 @@ class _ModelView:
             self._take(beside)
 
     def restored(self, metadata: Metadata) -> None:
+        # Rounded copies and gathered units are older than the arrays that were read.
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()

@@ -44,8 +44,8 @@ class GatheredUnits:
     on memory that was freed.
 
     In training, a unit is gathered ahead while another computes, and replaces the unit before. It
-    is the unit that followed at this place in the first step. If another unit is needed instead,
-    that one is gathered when it is needed, and nothing is gathered ahead at this place again.
+    is the unit that followed the last two units in the first step. If another one is needed, that
+    is gathered when it is needed, and nothing is gathered ahead after these two again.
 
     Parameters
     ----------
@@ -65,11 +65,11 @@ class GatheredUnits:
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
         self._resident: dict[int, Array] = {}  # In order of use, the least recent first.
         self._coming: tuple[int, Array, Work] | None = None
-        # _place has the last two units that a training step gathered. _next has the unit that
-        # followed such a pair, or None if the step ended there or different units followed. All
-        # ranks gather the same units in the same order, so that they decide alike.
-        self._place: tuple[int | None, int | None] = (None, None)
-        self._next: dict[tuple[int | None, int | None], int | None] = {}
+        # Prefetch predictor. It maps the last two units that a step gathered to the unit that
+        # followed them in the first step, or to None if none followed, or different ones did. All
+        # ranks gather the same units in the same order, and therefore predict the same.
+        self._last_two: tuple[int | None, int | None] = (None, None)
+        self._predicted: dict[tuple[int | None, int | None], int | None] = {}
 
     def tensor(self, unit: int) -> torch.Tensor:
         """Return the tensor of a unit's full parameters, which has memory only while gathered."""
@@ -85,15 +85,15 @@ class GatheredUnits:
             self._arrive()
         for unit in missing:
             if is_training:
-                # The first unit that follows this place is expected again, until another follows.
-                if self._next.setdefault(self._place, unit) != unit:
-                    self._next[self._place] = None
-                self._place = self._place[1], unit
+                # The unit that first follows these two is predicted until another one follows.
+                if self._predicted.setdefault(self._last_two, unit) != unit:
+                    self._predicted[self._last_two] = None
+                self._last_two = self._last_two[1], unit
             if unit not in self._resident:
                 self._make_room(units)
                 self._begin(unit)
                 self._arrive()
-        ahead = self._next.get(self._place) if missing and is_training else None
+        ahead = self._predicted.get(self._last_two) if missing and is_training else None
         if ahead is not None and ahead not in self._resident:
             self._make_room(units)
             if len(self._resident) < _RESIDENT:
@@ -102,7 +102,7 @@ class GatheredUnits:
     def _make_room(self, needed: Sequence[int]) -> None:
         """Free the least recently used units, except needed ones, to make room for one more."""
         others = [unit for unit in self._resident if unit not in needed]
-        self._let_go(others[: max(0, len(self._resident) + 1 - _RESIDENT)])
+        self._free(others[: max(0, len(self._resident) + 1 - _RESIDENT)])
 
     def _begin(self, unit: int) -> None:
         """Allocate a unit's memory, and begin to gather it. Collective."""
@@ -141,9 +141,9 @@ class GatheredUnits:
     def release(self) -> None:
         """Free all units, because the step no longer needs parameters."""
         self._arrive()
-        self._let_go(list(self._resident))
-        self._next[self._place] = None
-        self._place = (None, None)
+        self._free(list(self._resident))
+        self._predicted[self._last_two] = None
+        self._last_two = (None, None)
 
     def require_exact(self, change: str) -> None:
         """Refuse a change of rounded copies, as `ShardedModule.change` does."""
@@ -172,7 +172,7 @@ class GatheredUnits:
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
 
-    def _let_go(self, units: Iterable[int]) -> None:
+    def _free(self, units: Iterable[int]) -> None:
         for unit in units:
             full, held = self._resident.pop(unit), self._store.local_pieces[unit]
             # User code may have changed the full tensor, alike on every rank: for instance an

@@ -449,7 +449,7 @@ def _before_step(
     for owner in owners:
         owner.require_reduced("step()")
         owner.placed.require_placed()
-        owner.let_go()
+        owner.free_gathered()
     chosen = [
         sorted(
             (name, str(value.tolist() if isinstance(value, torch.Tensor) else value))

@@ -58,9 +58,11 @@ class PlacedModule:
         seen = set()
         for prefix, inner in module.named_modules():
             for name, parameter in inner._parameters.items():
+                # A parameter that modules share is in the vector once, under its first name.
                 if parameter is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
+                # The vector has one dtype. Frozen parameters of another one stay outside.
                 if parameter.dtype != first or not parameter.numel():
                     continue
                 full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
@@ -71,7 +73,10 @@ class PlacedModule:
         self.parameters = [inner._parameters[name] for inner, name in self.places]
         self.dtype = np.dtype(str(first).removeprefix("torch."))
         self.buffers = Buffers(module, {id(parameter) for parameter in self.parameters})
+        # `place` sets them. A move of the module, such as module.to(), gives a parameter another
+        # one.
         self._storages = [0] * len(self.parameters)
+        # A parameter of a user's subclass gets its class back when it is placed again.
         self._kinds = [type(parameter) for parameter in self.parameters]
 
     def fill(self, start: int, out: Array) -> None:
@@ -321,6 +326,7 @@ def tensor_of(array: Array) -> torch.Tensor:
     """Return a tensor in the memory of an array, which may be of bfloat16."""
     if not is_bfloat16(array):
         return torch.from_numpy(array)
+    # The libraries share no bfloat16, but the memory of 16-bit integers.
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
@@ -328,8 +334,10 @@ def tensor_of(array: Array) -> torch.Tensor:
 def _take_gradient(take: Callable[[Array | None], None], parameter: torch.Tensor) -> None:
     """Give a parameter's gradient to ``take``, dense and of 32 bits or more, as its hook."""
     gradient = native_gradient.__get__(parameter)
+    # The store has the values from now on, so that PyTorch can free its own.
     native_gradient.__set__(parameter, None)
     if gradient is not None:
+        # NumPy has no sparse arrays, and sums of 16-bit numbers would lose digits.
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.float() if gradient.itemsize == 2 else gradient
         gradient = gradient.detach().reshape(-1).numpy()

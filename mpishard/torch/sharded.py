@@ -216,6 +216,7 @@ class ShardedModule(Uncopied):
                 take = functools.partial(_receive, weakref.ref(self), len(self.parts))
                 placed.hook(part.index, take)
                 self.parts.append(part)
+        # The parameters are views of units, which need no memory until an operation uses them.
         if gathered is not None:
             gathered.forget()
 
@@ -225,10 +226,11 @@ class ShardedModule(Uncopied):
 
     def check_replicas(self) -> int:
         """See `mpishard.torch.check_replicas`. Collective."""
-        self.let_go()
+        # Gathered parameters may have changes that the compared pieces lack.
+        self.free_gathered()
         return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
 
-    def let_go(self) -> None:
+    def free_gathered(self) -> None:
         """Free gathered parameters, except for this rank's parts."""
         if self.gathered is not None:
             self.gathered.release()
@@ -238,6 +240,7 @@ class ShardedModule(Uncopied):
         if self.shards_state:
             self.parameters.publish(self.passes.trained_pieces())
         else:
+            # With ddp each rank has updated all parameters, and nothing has to be sent.
             self.parameters.changed()
         self.gradients.finish()
         self.passes.part_of_step.close()
@@ -269,8 +272,8 @@ def _explain(module: torch.nn.Module, _inputs: object, output: object) -> None:
 
 
 def _refuse_load(module: torch.nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-    held = module._parameters.items()
-    if any(isinstance(p, SharedParameter) and prefix + name in state_dict for name, p in held):
+    own = module._parameters.items()
+    if any(isinstance(p, SharedParameter) and prefix + name in state_dict for name, p in own):
         raise ShardingError(
             f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change '
             "the rounded copies, and not the float32 parameters of their owners: call it before "
@@ -345,7 +348,9 @@ def shard(
         raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
+    # Not by setattr(), which torch.nn.Module overrides.
     module.__dict__[_ATTRIBUTE] = sharded
+    # Only a traced run has these hooks, because they cost time in each forward pass.
     if current_recorder.get() is not None:
         module.register_forward_pre_hook(_forward_begins)
         module.register_forward_hook(_forward_ends, always_call=True)
@@ -421,14 +426,14 @@ def no_sync(*models: torch.nn.Module) -> Iterator[None]:
     *models : torch.nn.Module
         Sharded modules.
     """
-    held = [module_of(model) for model in models]
-    before = [sharded.passes.syncs for sharded in held]
-    for sharded in held:
+    sharded_modules = [module_of(model) for model in models]
+    before = [sharded.passes.syncs for sharded in sharded_modules]
+    for sharded in sharded_modules:
         sharded.passes.syncs = False
     try:
         yield
     finally:
-        for sharded, value in zip(held, before, strict=True):
+        for sharded, value in zip(sharded_modules, before, strict=True):
             sharded.passes.syncs = value
 
 

@@ -56,6 +56,7 @@ def prepare_torch() -> None:
     """
     # PyTorch's autograd and optimizers call our hooks, so that the user's line is behind theirs.
     skip_frames_of(str(Path(torch.__file__).parent))
+    # The user may have set fewer threads before, and they stay.
     threads = blas_threads()
     if threads is not None and torch.get_num_threads() > threads:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Losses written in NumPy: their gradients are right, and sharded training is single-process."""
+"""Losses written in NumPy: gradients, and sharded training that equals that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function as a model: what it takes, and what it says to a function that is none."""
+"""A function as a model: its training, its files, and refusals of other functions."""
 
 import io
 
@@ -68,7 +68,7 @@ def test_files_go_round_and_fit_sharded_models(tmp_path):
         assert one.get_parameters().tolist() == [3, 4, 5]
 
 
-def test_the_family():
+def test_a_function_model_has_the_interfaces():
     one = model(predict=lambda theta, x: x @ theta)
     assert isinstance(one, ms.contracts.IFullModel)
     metadata = one.get_model_metadata()
@@ -104,7 +104,7 @@ def test_streams_go_round():
     assert one.get_parameters().tolist() == [9, 9, 9]
 
 
-def test_what_it_refuses_changes_nothing():
+def test_refused_parameters_change_nothing():
     one = model()
     for take in (
         one.set_parameters,
@@ -140,7 +140,7 @@ def test_what_it_refuses_changes_nothing():
         ),
     ],
 )
-def test_mistakes(make, error, message):
+def test_wrong_functions_and_parameters_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 

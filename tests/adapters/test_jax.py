@@ -366,7 +366,7 @@ def place(plain: JaxModel, arrays: list[np.ndarray]) -> None:
 
 
 def test_aligned_parameters_are_read_in_place() -> None:
-    """Of 32 MB a loss reads one number: a copy would take a hundred times as long."""
+    """A loss reads one number of 32 MB: a copy would take a hundred times as long."""
     vector = np.zeros((1 << 23) + 32, np.float32)
     start = -vector.ctypes.data % 64 // 4
     plain = JaxModel(lambda p, x, y: p[0] * jnp.mean(x), np.zeros(1 << 23, np.float32))
@@ -384,7 +384,7 @@ def test_aligned_parameters_are_read_in_place() -> None:
     assert times[0] < times[1] / 4
 
 
-def test_too_many_threads_are_told(
+def test_too_many_xla_threads_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = model()
@@ -423,7 +423,7 @@ if __name__ == "__main__":
 
 @pytest.mark.spawned
 @pytest.mark.parametrize("command", [["run", "-n", "2"], ["verify", "--steps", "1"]])
-def test_processes(command: list[str], tmp_path: Path) -> None:
+def test_jax_models_on_mpi_ranks(command: list[str], tmp_path: Path) -> None:
     """Ranks have as many threads as cores, with no warning; `verify` finds them equal to one."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -1,4 +1,4 @@
-"""optax transformations as rules: what they update in one process, on owned pieces, to 1e-12."""
+"""optax transformations as rules: updates of owned pieces equal those of one process, to 1e-12."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_rules_of_more_than_one_element_are_refused(make: Any) -> None:
     ],
     ids=["dtype", "masked", "decay mask", "search", "noise", "class"],
 )  # fmt: skip
-def test_others_are_refused(make: Any, error: Any, message: str) -> None:
+def test_other_objects_are_refused(make: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         OptaxRule(make())
 
@@ -181,7 +181,7 @@ def test_a_state_of_a_dtype_of_its_own_must_be_that_of_the_parameters(backend: A
     np.testing.assert_allclose(model.gather_full_parameters(), expected, rtol=0, atol=1e-12)
 
 
-def test_what_it_cannot_do_is_told() -> None:
+def test_unsupported_members_of_optax_rules_raise_with_a_reason() -> None:
     for option in ("weight_decay", "learning_rate"):
         with pytest.raises(ValueError, match=f"{option} is the transformation's own"):
             OptaxRule(optax.sgd(1.0), parameter_options={"*.bias": {option: 0.1}})

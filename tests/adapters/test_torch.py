@@ -57,7 +57,7 @@ by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
 
 
 class Branches(nn.Module):
-    """Which of two branches a pass uses depends on the sign of its first input."""
+    """The sign of the first input chooses one of two branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -671,7 +671,7 @@ def test_refuses_what_it_cannot_place(case: str) -> None:
     assert [(p, p.data_ptr()) for p, _ in before] == before
 
 
-def test_max_norm_of_a_module_that_is_no_embedding_means_what_its_author_likes() -> None:
+def test_max_norm_of_other_modules_than_embeddings_is_not_refused() -> None:
     module = nn.Linear(5, 2)
     module.max_norm = 1.0  # such as the norm to which the user clips
     TorchModel(module, nn.functional.mse_loss)

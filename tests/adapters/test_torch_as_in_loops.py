@@ -1,4 +1,4 @@
-"""One module, in a PyTorch loop and as a model: both answer it alike."""
+"""The same module in a PyTorch loop and as a model: both give equal results and errors."""
 
 from __future__ import annotations
 

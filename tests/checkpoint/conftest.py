@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Fixtures of the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def fakes() -> type[Fakes]:
 
 
 ORDER = json.loads(os.environ.get("MPISHARD_TEST_TORTURE", "{}"))
-"""What ``scripts/torture.sh checkpoint`` asks for: count, seed, and a file for the report."""
+"""Settings of ``scripts/torture.sh checkpoint``: count, seed, and a file for the report."""
 
 
 class Torture:
-    """How much a test does, drawn from which seed; ``scripts/torture.sh checkpoint`` asks for more.
+    """Number of trials and their seed; ``scripts/torture.sh checkpoint`` makes more trials.
 
     Parameters
     ----------
@@ -39,13 +39,13 @@ class Torture:
         self.seed: int = ORDER.get("seed", 0)
 
     def count(self, usual: int, nightly: int) -> int:
-        """How often to try."""
+        """Number of trials."""
         if not self.is_nightly:
             return usual
         return int(ORDER["count"] or nightly)
 
     def dice(self, number: int) -> random.Random:
-        """What trial ``number`` draws from: the same whenever it runs."""
+        """Random numbers of trial ``number``, the same at each run."""
         return random.Random(f"{self.seed} {number}")
 
     def saw(self, figures: str) -> None:

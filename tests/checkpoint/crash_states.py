@@ -1,4 +1,4 @@
-"""What a disk may look like after a crash: a save's operations, recorded and played back in part.
+"""States of a disk after a crash: a save's operations, recorded and played back in part.
 
 The model is that of a file system which promises no more than POSIX does. What was written to a
 file may be lost, in any part, before that file is synced; so may a name that was made, moved or
@@ -52,7 +52,7 @@ class Tree:
 
     @classmethod
     def of(cls, root: Path) -> Tree:
-        """What is on a disk."""
+        """Content of a disk."""
         tree = cls()
         tree._take(root, ROOT)
         return tree

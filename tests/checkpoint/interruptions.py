@@ -1,4 +1,4 @@
-"""A rank that stops in the middle of a save or a load, at its n-th collective."""
+"""Backend whose rank raises, sleeps or ends at the n-th collective of a save or a load."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def the_same_name_twice(folder: Path, dice: Random) -> None:
 
 @mutation
 def a_header_that_lies(folder: Path, dice: Random) -> None:
-    """Of a safetensors file, whose blocks then have the checksums that the manifest names."""
+    """Change a safetensors file, and the checksums of its blocks in the manifest."""
     file = _file(folder, dice, data=True)
     content = bytearray(file.read_bytes())
     length = int.from_bytes(content[:8], "little")

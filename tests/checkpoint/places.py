@@ -1,4 +1,4 @@
-"""A place that a job saves to again and again, and what is found there."""
+"""The path or folder of a simulated job: saves to it, loads from it, and checks of its content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEVER = 1000  # more saves than any of these tests makes
 
 
 class Place:
-    """Where a job saves: a single path, or a folder of which the two newest stay."""
+    """The place of a job's saves: a single path, or a folder that keeps the two newest."""
 
     def __init__(
         self, root: Path, fakes: Any, *, is_folder: bool, length: int | None = None
@@ -54,7 +54,7 @@ class Place:
         return seed
 
     def _states(self, backend: Any, seed: int | None) -> tuple[Any, Any]:
-        """What a save holds: nothing but a function of its seed, or zeros."""
+        """The content of a save, which is a function of its seed, or zeros."""
         vectors = [np.zeros(self._length)] * 2
         if seed is not None:
             vectors = [self.fakes.values(s, length=self._length) for s in (seed, seed + NEVER)]
@@ -65,7 +65,7 @@ class Place:
         return CheckpointFolder(self.path).target(step) if self.is_folder else Target(self.path)
 
     def seed(self) -> int | None:
-        """Which save is found here, with every bit of it; None for none."""
+        """The seed of the save that is found here, whose bits are all compared; None for none."""
         found: Path | None = self.path
         if self.is_folder:
             found = newest_valid(self.path)

@@ -1,4 +1,4 @@
-"""Processes that save again and again, to be killed.
+"""Processes that save repeatedly, for tests that kill them.
 
 ``run_saves.py forks FOLDER COUNT SEED`` kills that many forked processes, whose ranks are threads,
 and prints what was found. ``run_saves.py rank FOLDER PLACE ASYNC`` is one rank of an MPI job, and
@@ -48,7 +48,7 @@ class Job:
         return begun, ended
 
     def usual_seconds(self) -> float:
-        """What a save takes."""
+        """Arguments of a save."""
         seconds = self._read()[2]
         return statistics.median(seconds) if seconds else 0.05
 
@@ -83,7 +83,7 @@ class Job:
                 note("end", step)
 
     def look(self) -> str:
-        """What a kill left: nothing torn, and what had ended or what had begun."""
+        """Check the disk after a kill, and return the moment of the save at which it came."""
         begun, ended = self.begun_and_ended()
         found = self.place.seed() or 0
         assert ended <= found <= begun, (ended, found, begun)

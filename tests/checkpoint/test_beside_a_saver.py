@@ -1,4 +1,4 @@
-"""Loading while somebody else saves to the same single path: one whole save, or an error."""
+"""Loads while another job saves to the same path: one complete save, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_replaced_is_read_again(
 
 
 @in_worlds(1, 2)
-def test_one_that_is_replaced_each_time_is_an_error_of_all_ranks(
+def test_a_checkpoint_that_is_replaced_at_each_read_is_an_error_on_all_ranks(
     backend: Any, replaced: Any, fakes: Any, shared_path: Path
 ) -> None:
     path = shared_path / "c"
@@ -86,7 +86,9 @@ def test_one_that_is_replaced_each_time_is_an_error_of_all_ranks(
     assert load(backend, fakes, path) == 3
 
 
-def test_arrays_of_one_that_is_replaced(fakes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_load_arrays_reads_a_replaced_checkpoint_again(
+    fakes: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     path = tmp_path / "c"
     save(fakes, path, 0)
     read_whole = CheckpointReader.read_whole
@@ -103,7 +105,7 @@ def test_arrays_of_one_that_is_replaced(fakes: Any, tmp_path: Path, monkeypatch:
     assert {float(value) for array in arrays.values() for value in array.ravel()} == {2.0}
 
 
-def test_other_damage_is_told_at_once(fakes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_other_damage_is_reported_at_once(fakes: Any, tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "c"
     save(fakes, path, 0)
     file = path / "rank00000.safetensors"

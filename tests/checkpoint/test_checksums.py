@@ -1,4 +1,4 @@
-"""Checksums that are taken while the disk is written."""
+"""Checksums of a file's blocks, which a thread computes while the file is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mpishard.checkpoint.format.tensor_file import ChecksumThread, TensorFile
 
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 16), st.integers(0, 2))
-def test_of_any_parts_the_blocks(parts: list[bytes], block: int, ahead: int) -> None:
+def test_each_block_has_a_checksum_whatever_the_parts_are(
+    parts: list[bytes], block: int, ahead: int
+) -> None:
     with ChecksumThread(block, ahead) as thread:
         assert list(thread.watch(map(memoryview, parts))) == parts
     whole = b"".join(parts)
@@ -25,7 +27,7 @@ def test_of_any_parts_the_blocks(parts: list[bytes], block: int, ahead: int) -> 
     assert thread.checksums == [zlib.crc32(each) for each in blocks]
 
 
-def test_a_file_has_those_of_what_lies_there(
+def test_checksums_are_those_of_the_written_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 1000)

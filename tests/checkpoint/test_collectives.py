@@ -1,4 +1,4 @@
-"""A save is few collectives: the ranks agree once, write, and hear that rank 0 has committed."""
+"""The few collectives of a save: agreement, end of the writes, records, and rank 0's commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import mpishard as ms
 from mpishard.checkpoint import CheckpointFolder
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving import save as saving
+from mpishard.checkpoint.saving import pending
 from mpishard.checkpoint.saving.save import begin_save
 
 MOST = 5
@@ -34,7 +34,7 @@ SAVES: dict[str, Callable[[Path, Any, Any], None]] = {
 
 
 class Calls(threading.local):
-    """How many collectives a rank has called, in the world or in any group of it."""
+    """Number of collectives that a rank has called, in the world or in any group of it."""
 
     count = 0
 
@@ -56,7 +56,7 @@ def test_a_save_is_few_collectives(
     strategy: str, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that is busy may take a second to write a file; the ranks would meet once more.
-    monkeypatch.setattr(saving, "_MEET_SECONDS", 20.0)
+    monkeypatch.setattr(pending, "_MEET_SECONDS", 20.0)
 
     def work(backend: Any) -> dict[str, int]:
         model = ms.as_distributed(ms.nn.MLP([4, 8, 8, 1], seed=0), backend, strategy=strategy)
@@ -86,7 +86,7 @@ def test_waiting_for_a_slow_disk_is_a_collective_a_second(
             time.sleep(0.5)
         real(file, parts)
 
-    monkeypatch.setattr(saving, "_MEET_SECONDS", 0.05)
+    monkeypatch.setattr(pending, "_MEET_SECONDS", 0.05)
     monkeypatch.setattr(disk, "write_file", slow)
 
     def work(backend: Any) -> int:

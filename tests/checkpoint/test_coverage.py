@@ -1,4 +1,4 @@
-"""Pieces that hold each element of a tensor once, and those that do not."""
+"""The check that pieces have each element of a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = st.lists(st.integers(1, 6), max_size=4)
 
 
 def times_held(shape: list[int], regions: list[Region]) -> Any:
-    """How often each element is held, counted one by one."""
+    """Number of pieces that have each element, counted one by one."""
     held = np.zeros(shape, int)
     for region in regions:
         for box, _ in boxes_of(region):
@@ -84,7 +84,7 @@ def test_the_first_fault_is_the_one_that_counting_finds(
         assert message.endswith("and others") == (count > 2)
 
 
-def test_a_manifest_that_lies_costs_neither_memory_nor_time() -> None:
+def test_a_forged_manifest_costs_neither_memory_nor_time() -> None:
     size = 10**9
     with pytest.raises(CheckpointError, match=f"nothing holds elements 1 to {size} of t"):
         check((size, size), [Region("t", ((0, 1), (0, 1)), 0, 1)])
@@ -111,7 +111,7 @@ def test_a_manifest_that_lies_costs_neither_memory_nor_time() -> None:
         Region("t", ((0, 3), (0, 2)), -1, 3),
     ],
 )
-def test_what_is_no_region_of_the_tensor_is_refused(region: Region) -> None:
+def test_regions_outside_of_the_tensor_are_refused(region: Region) -> None:
     with pytest.raises(
         CheckpointError, match=r"kind: t.* is not a part of a tensor of shape \(3, 2\)"
     ):

@@ -1,4 +1,4 @@
-"""A machine that stops anywhere in a save: the old checkpoint or the new one, never a mixture."""
+"""Crashes of the machine during a save leave the old checkpoint or the new one, never a mixture."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def _on_paper(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("is_folder", [False, True])
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("world_size", RANKS)
-def test_every_prefix(
+def test_a_save_may_stop_after_any_of_its_operations(
     is_folder: bool, kind: str, world_size: int, tmp_path: Path, fakes: Any
 ) -> None:
-    """Of a save's operations, as many as a killed process came to."""
+    """A killed process has made the first operations of a save, and none of the others."""
     recording = record(tmp_path / "live", fakes, is_folder, kind, world_size)
     assert len(recording) > 8 + 3 * world_size, "mkdir, files, manifest, syncs, renames"
     place = Place(tmp_path / "after", fakes, is_folder=is_folder)
@@ -74,8 +74,10 @@ def test_every_prefix(
 
 
 @pytest.mark.timeout(120)
-def test_lost_operations(tmp_path: Path, fakes: Any, torture: Any) -> None:
-    """Of a save's operations, any that were not synced: crashes in a row, then a save that ends."""
+def test_a_crash_may_lose_any_operations_that_were_not_synced(
+    tmp_path: Path, fakes: Any, torture: Any
+) -> None:
+    """Several crashes, each of which loses operations without a sync; then a complete save."""
     recordings: dict[Any, Recording] = {}
     count, number, crashes, kept = torture.count(200, 5000), 0, 0, 0
     while crashes < count:

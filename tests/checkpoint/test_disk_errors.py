@@ -1,4 +1,4 @@
-"""A disk that fails at any operation of any rank: all ranks are told, and nothing is lost."""
+"""Errors of the disk in any operation of any rank: all ranks raise, and no checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def attempt(place: Place, broken: FailingDisk, step: int, seed: int, world_size:
     return raised
 
 
-def test_every_call_may_fail(tmp_path: Path, fakes: Any, torture: Any) -> None:
+def test_ranks_agree_if_any_disk_operation_fails(tmp_path: Path, fakes: Any, torture: Any) -> None:
     lengths: dict[Any, int] = {}
     tried = said = for_good = 0
     for number in range(torture.count(15, 100)):
@@ -168,8 +168,10 @@ def names(place: Place) -> list[str]:
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_each_call_of_a_save(is_folder: bool, tmp_path: Path, fakes: Any) -> None:
-    """Also between renames: nothing is where it was not, and nothing has another name."""
+def test_an_error_in_any_disk_operation_leaves_the_old_checkpoint(
+    is_folder: bool, tmp_path: Path, fakes: Any
+) -> None:
+    """Also between renames: the directory then has the same names as before."""
     told = 0
     for fails_at in itertools.count(1):
         root = tmp_path / str(fails_at)
@@ -247,7 +249,7 @@ def test_a_disk_that_is_full(
         (".run.*.tmp", r"\.run\.\w+\.tmp was removed while this was written"),
     ],
 )
-def test_what_another_program_removed_is_named(
+def test_files_that_another_program_removed_are_named(
     removed: str, message: str, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It removes the earlier checkpoint or the new one, before both are renamed."""

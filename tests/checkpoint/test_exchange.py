@@ -1,4 +1,4 @@
-"""Checkpoints as other programs' files and back: the same bits, and nothing torn or mixed."""
+"""Conversions to and from other programs' files: the same bits, and no incomplete files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_several_files_with_an_index(dtype: Any, tmp_path: Path, fakes: Any) -> 
     same(checkpoint.load_arrays(back), arrays)
 
 
-def test_of_a_checkpoint_one_of_a_single_file(tmp_path: Path, fakes: Any) -> None:
+def test_a_checkpoint_is_converted_to_one_of_a_single_file(tmp_path: Path, fakes: Any) -> None:
     made(fakes, tmp_path / "c")
     one = checkpoint.convert(tmp_path / "c", tmp_path / "one", "checkpoint")
     assert sorted(p.name for p in one.iterdir()) == ["manifest.json", "rank00000.safetensors"]
@@ -158,7 +158,7 @@ def test_load_model_of_a_file_names_the_command_that_converts_it(tmp_path: Path)
 
 
 def test_bytes_of_a_model_are_a_file_and_a_file_is_its_bytes(tmp_path: Path) -> None:
-    """Also what is saved beside the parameters: of a linear model its active features."""
+    """Also state beside the parameters, such as the active features of a linear model."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 5))
     model = ms.nn.LinearRegression(5)
@@ -174,7 +174,7 @@ def test_bytes_of_a_model_are_a_file_and_a_file_is_its_bytes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("source", ["c", "one.safetensors", "hf"])
-def test_little_is_in_memory_at_a_time(
+def test_conversions_hold_few_bytes_in_memory(
     source: str, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {f"{n}": (512, 512) for n in range(6)}  # 2 MiB each
@@ -289,7 +289,7 @@ def test_a_wrong_file_is_refused(change: Any, message: str, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
+def test_tensors_that_no_checkpoint_can_hold_are_refused(tmp_path: Path) -> None:
     mixed = {"w": np.ones(2, np.float32), "step": np.ones(1, np.int64)}
     save_file(mixed, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"'w' has float32.*have one dtype"):
@@ -303,7 +303,7 @@ def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_asked_wrongly(tmp_path: Path, fakes: Any) -> None:
+def test_wrong_arguments_of_conversions_are_refused(tmp_path: Path, fakes: Any) -> None:
     made(fakes, tmp_path / "c")
     with pytest.raises(FileExistsError, match=r"c already exists"):
         checkpoint.convert(tmp_path / "c", tmp_path / "c")

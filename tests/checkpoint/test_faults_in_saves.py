@@ -1,4 +1,4 @@
-"""A rank that raises, sleeps or is killed in a save or a load: all are told, nothing is torn."""
+"""Ranks that raise, sleep or are killed in a save or a load: all raise, and no file is torn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from places import Place
 
 from mpishard import run_in_threads
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving import save as saving
+from mpishard.checkpoint.saving import pending
 from mpishard.errors import CollectiveTimeoutError, PeerError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
@@ -30,7 +30,7 @@ WAITS = 0.25  # seconds that thread-ranks wait for one that sleeps
 
 
 def collectives_of(place: Place, operation: str, ranks: int) -> int:
-    """How many collectives a rank calls when nobody interrupts it."""
+    """Number of collectives that a rank calls without an interruption."""
 
     def work(backend: Any) -> int:
         counted = Interruption(backend)
@@ -50,7 +50,7 @@ def wait_for_writers() -> None:
 def interrupt(
     place: Place, operation: str, ranks: int, culprit: int, at: int, action: str
 ) -> tuple[bool, dict[int, BaseException]]:
-    """Whether it came to that, and what each rank raised."""
+    """Return True if the collective was reached, and the error of each rank."""
     raised: dict[int, BaseException] = {}
     interruptions: list[Interruption] = []
 
@@ -69,7 +69,7 @@ def interrupt(
     return interruptions[0].count >= at, raised
 
 
-def test_thread_ranks(
+def test_thread_ranks_that_raise_or_sleep_in_a_collective(
     tmp_path: Path, fakes: Any, torture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -110,7 +110,7 @@ def test_thread_ranks(
     torture.saw(f"{happened} ranks that raise or sleep in a collective: {told} errors, no hang")
 
 
-def test_what_failed_does_not_take_its_place_later(
+def test_a_save_that_has_failed_is_never_committed(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow disk, a rank that fails meanwhile, and ranks that go on without it."""
@@ -135,7 +135,7 @@ def test_what_failed_does_not_take_its_place_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_file", slow)
-        patch.setattr(saving, "_ABANDON_SECONDS", 0.01)
+        patch.setattr(pending, "_ABANDON_SECONDS", 0.01)
         with pytest.raises(ValueError, match="boom"):
             run_in_threads(2, work)
         released.set()
@@ -148,7 +148,7 @@ def test_what_failed_does_not_take_its_place_later(
 
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
-def test_jobs(tmp_path: Path, fakes: Any, torture: Any) -> None:
+def test_mpi_ranks_that_raise_sleep_or_are_killed(tmp_path: Path, fakes: Any, torture: Any) -> None:
     if not wheels():
         pytest.skip("there is no mpiexec beside this Python")
     count, happened = torture.count(3, 50), 0

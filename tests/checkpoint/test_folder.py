@@ -35,7 +35,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_what_stays(tmp_path: Path, fakes: Any) -> None:
+def test_a_folder_keeps_the_last_checkpoints_and_every_nth(tmp_path: Path, fakes: Any) -> None:
     folder = CheckpointFolder(tmp_path / "run", keep_last=2, keep_every=4)
     for step in range(1, 11):
         run_in_threads(2, lambda b, s=step: save(folder, fakes, s, backend=b))
@@ -51,7 +51,7 @@ def test_what_stays(tmp_path: Path, fakes: Any) -> None:
     assert newest_valid(tmp_path / "run") == tmp_path / "run" / "step-00000010"
 
 
-def test_a_folder_is_read_as_its_newest(tmp_path: Path, fakes: Any) -> None:
+def test_reading_a_folder_reads_its_newest_checkpoint(tmp_path: Path, fakes: Any) -> None:
     save(CheckpointFolder(tmp_path), fakes, 3, 7)
     model = fakes.Model(None, np.zeros(fakes.LENGTH))
     checkpoint.load(tmp_path, model)
@@ -59,14 +59,16 @@ def test_a_folder_is_read_as_its_newest(tmp_path: Path, fakes: Any) -> None:
     assert checkpoint.check(tmp_path).path.name == "step-00000007"
 
 
-def test_going_back_makes_a_newer_one(tmp_path: Path, fakes: Any) -> None:
+def test_after_going_back_in_steps_the_last_save_is_the_newest(tmp_path: Path, fakes: Any) -> None:
     """A run that goes on from step 2 after one that came to 9: its own are the newest."""
     save(CheckpointFolder(tmp_path, keep_last=3), fakes, 2, 9, 4)
     assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [4, 9, 2]
     assert newest_valid(tmp_path) == tmp_path / "step-00000004"
 
 
-def test_what_cannot_be_read_is_not_counted(tmp_path: Path, fakes: Any) -> None:
+def test_unreadable_checkpoints_are_not_counted_among_those_to_keep(
+    tmp_path: Path, fakes: Any
+) -> None:
     folder = CheckpointFolder(tmp_path, keep_last=2)
     save(folder, fakes, 1, 2)
     (tmp_path / "step-00000002" / "rank00000.safetensors").write_bytes(b"torn")
@@ -75,7 +77,7 @@ def test_what_cannot_be_read_is_not_counted(tmp_path: Path, fakes: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_newest_that_verifies(
+def test_newest_valid_skips_damaged_checkpoints_and_warns(
     world_size: int, tmp_path: Path, fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(CheckpointFolder(tmp_path, keep_last=4), fakes, 1, 2, 3, 4)
@@ -98,10 +100,10 @@ def test_the_newest_that_verifies(
     run_in_threads(world_size, fail)
 
 
-def test_newer_ones_that_are_torn_are_named(
+def test_newest_valid_names_newer_checkpoints_that_are_torn(
     tmp_path: Path, fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where a look at the files' lengths, or at the manifest, is enough to see it."""
+    """Also if the lengths of the files, or the manifest, show the damage."""
     save(CheckpointFolder(tmp_path, keep_last=9), fakes, 1, 2, 3, 4)
     (tmp_path / "step-00000001" / "manifest.json").unlink()  # older: nobody misses it
     (tmp_path / "step-00000003" / "manifest.json").write_text("{")
@@ -114,7 +116,7 @@ def test_newer_ones_that_are_torn_are_named(
     assert "step-00000001" not in record.message
 
 
-def test_where_there_is_none(tmp_path: Path) -> None:
+def test_newest_valid_is_none_without_a_checkpoint(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "nothing") is None
     assert newest_valid(tmp_path) is None
 
@@ -128,7 +130,9 @@ def test_a_save_that_was_killed_between_its_renames(tmp_path: Path, fakes: Any) 
     assert names(tmp_path) == ["latest", "step-00000005"]
 
 
-def test_what_a_killed_save_was_replacing_takes_its_name_again(tmp_path: Path, fakes: Any) -> None:
+def test_a_save_renames_the_checkpoint_that_a_killed_save_moved_aside(
+    tmp_path: Path, fakes: Any
+) -> None:
     save(CheckpointFolder(tmp_path), fakes, 5)
     (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.previous")
     save(CheckpointFolder(tmp_path), fakes, 6)
@@ -136,7 +140,7 @@ def test_what_a_killed_save_was_replacing_takes_its_name_again(tmp_path: Path, f
     assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [6, 5]
 
 
-def test_what_killed_saves_left_is_removed(tmp_path: Path, fakes: Any) -> None:
+def test_files_of_killed_saves_are_removed(tmp_path: Path, fakes: Any) -> None:
     shutil.copytree(Path(__file__).parent, tmp_path / ".step-00000003.0123456789abcdef.tmp")
     (tmp_path / "mine").mkdir()
     save(CheckpointFolder(tmp_path), fakes, 5)
@@ -157,7 +161,7 @@ def test_wrong_arguments(tmp_path: Path, fakes: Any) -> None:
         CheckpointFolder(tmp_path / "one").target(1)
 
 
-def test_a_full_disk_is_known_before(
+def test_a_full_disk_is_reported_before_anything_is_written(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(CheckpointFolder(tmp_path), fakes, 1)
@@ -171,8 +175,10 @@ def test_a_full_disk_is_known_before(
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
-def test_in_the_background(tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is what there was, and training may go on meanwhile."""
+def test_a_save_in_the_background_writes_the_state_at_its_start(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training changes the arrays while they are written, and the checkpoint has the old values."""
 
     def train(backend: Any) -> None:
         model = fakes.Model(backend, fakes.values(1))
@@ -223,7 +229,9 @@ def test_a_poll_waits_for_no_rank_that_has_not_come_to_it(tmp_path: Path, fakes:
     assert loaded.equals({"parameters": fakes.values(1)})
 
 
-def test_a_save_that_lost_a_rank_says_so_whenever_it_is_asked(tmp_path: Path, fakes: Any) -> None:
+def test_a_save_that_lost_a_rank_raises_the_same_error_at_each_call(
+    tmp_path: Path, fakes: Any
+) -> None:
     told: list[str] = []
     has_polled = threading.Event()
 
@@ -245,7 +253,7 @@ def test_a_save_that_lost_a_rank_says_so_whenever_it_is_asked(tmp_path: Path, fa
     assert all("rank 1 failed" in words for words in told)
 
 
-def test_an_error_in_the_background_is_everybodys_at_one_poll(
+def test_all_ranks_raise_an_error_in_the_background_at_the_same_poll(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = disk.write_file
@@ -273,7 +281,9 @@ def test_an_error_in_the_background_is_everybodys_at_one_poll(
     assert names(tmp_path) == []
 
 
-def test_what_was_refused_is_not_counted(tmp_path: Path, fakes: Any) -> None:
+def test_damaged_checkpoints_are_not_counted_among_those_to_keep(
+    tmp_path: Path, fakes: Any
+) -> None:
     """A run that goes on from the one before a damaged one keeps that, and not the damaged one."""
     folder = CheckpointFolder(tmp_path, keep_last=2)
     save(folder, fakes, 4, 6)
@@ -284,7 +294,7 @@ def test_what_was_refused_is_not_counted(tmp_path: Path, fakes: Any) -> None:
     assert newest_valid(tmp_path) == tmp_path / "step-00000005"
 
 
-def test_files_of_somebody_else_are_not_removed(
+def test_directories_with_files_of_other_programs_are_not_removed(
     tmp_path: Path, fakes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = CheckpointFolder(tmp_path, keep_last=1)
@@ -299,7 +309,7 @@ def test_files_of_somebody_else_are_not_removed(
 def test_a_staging_buffer_holds_one_save(tmp_path: Path, fakes: Any) -> None:
     model, staging = fakes.Model(None, fakes.values(1)), StagingBuffer()
     pending = checkpoint.save_async(tmp_path / "a", model, staging=staging)
-    pending._thread.join()
+    pending._task.join(60.0)
     staging.copies([])
     with pytest.raises(ValueError, match="still being written"):
         checkpoint.save_async(tmp_path / "b", model, staging=staging)
@@ -354,7 +364,7 @@ def test_ranks_load_what_rank_0_names(tmp_path: Path, fakes: Any) -> None:
 def test_a_damaged_one_changes_nothing(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the damage is behind what is read first, and read by one rank alone."""
+    """Also if the damage is behind the blocks that are read first, and only one rank reads it."""
     run_in_threads(2, lambda b: checkpoint.save(tmp_path / "c", fakes.Model(b, fakes.values(1))))
     flip(tmp_path / "c" / "rank00001.safetensors")
 
@@ -410,12 +420,12 @@ def test_another_save_to_the_same_place(
         checkpoint.save(tmp_path / "c", fakes.Model(None, fakes.values(1)))
 
 
-def test_a_staging_buffer_is_given_back_where_a_save_fails(
+def test_a_staging_buffer_is_given_back_if_a_save_fails(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging = StagingBuffer()
     with monkeypatch.context() as patch:
-        lost = "mpishard.checkpoint.saving.save.path_from"
+        lost = "mpishard.checkpoint.saving.free_space.path_from"
         patch.setattr(lost, lambda text: Path(text) / "nowhere")
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging
@@ -428,7 +438,7 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
     checkpoint.check(tmp_path / "b")
 
 
-def test_staging_copies_what_lies_end_to_end_and_what_does_not():
+def test_staging_copies_arrays_that_are_end_to_end_and_others():
     wide, narrow = np.arange(100.0), np.arange(50, dtype=np.float32)
     arrays = [wide[3:10], wide[10:33], wide[40:41], narrow[:7], narrow[7:20], wide[41:60]]
     arrays.append(wide.view(np.int64)[60:70])  # behind the one before, and of another dtype

@@ -1,4 +1,4 @@
-"""Metadata that an adversary wrote, with the right checksum: refused with file, key and reason."""
+"""Forged metadata with the right checksum are refused with file, key and reason."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def loop_of(content: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("resume", [None, True])
-def test_file_key_and_reason(
+def test_forged_metadata_are_refused_with_file_key_and_reason(
     resume: Any, change: Callable[[Any], None], words: str, good: Path, tmp_path: Path
 ) -> None:
     manifest = forge(good, tmp_path / "run", change)
@@ -148,7 +148,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=60, deadline=None)
 @given(number=st.integers(0, 10**9), is_lost=st.booleans(), is_metadata=st.booleans())
-def test_anything_anywhere(
+def test_any_value_at_any_key_of_the_metadata(
     good: Path,
     tmp_path_factory: pytest.TempPathFactory,
     number: int,

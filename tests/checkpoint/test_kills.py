@@ -1,4 +1,4 @@
-"""SIGKILL at a random moment of a save: nothing torn is accepted, and one is always there."""
+"""SIGKILL at a random moment of a save always leaves a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _show(outcomes: Counter[str]) -> str:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(300)
-def test_processes_of_threads(tmp_path: Path, torture: Any) -> None:
+def test_killed_processes_of_thread_ranks(tmp_path: Path, torture: Any) -> None:
     count = torture.count(24, 950)
     done = subprocess.run(
         [sys.executable, SCRIPT, "forks", tmp_path, str(count), str(torture.seed)],
@@ -48,7 +48,7 @@ def test_processes_of_threads(tmp_path: Path, torture: Any) -> None:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(300)
-def test_one_rank_of_an_mpi_job(tmp_path: Path, torture: Any) -> None:
+def test_a_killed_rank_of_an_mpi_job(tmp_path: Path, torture: Any) -> None:
     if not wheels():
         pytest.skip("there is no mpiexec beside this Python")
     outcomes: Counter[str] = Counter()

@@ -35,7 +35,7 @@ TOKENS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is dealt to ranks: by a strategy, or to a mesh whose data axis has one."""
+    """Layout of a model on ranks: a strategy, or a mesh whose data axis has one."""
 
     strategy: str
     mesh: tuple[int, int, int]

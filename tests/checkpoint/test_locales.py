@@ -1,4 +1,4 @@
-"""A checkpoint's path is bytes to the file system, and the ranks' locales may not know them."""
+"""Paths that are not ASCII, on ranks with different locales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves, crashes, corruption and pruning in any order: the disk is what a model says it is."""
+"""Saves, crashes, damage and pruning in random order, compared with a model of the disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HARM = [
     ("rank00000.safetensors", "bits"), ("rank00000.safetensors", "shape"),
     ("manifest.json", "shape"),
 ]  # fmt: skip
-"""What is spoilt: bits, which a checksum alone tells, or what the manifest tells."""
+"""Kinds of damage: bits, which only a checksum shows, or damage that the manifest shows."""
 
 
 class Killed(BaseException):
@@ -81,7 +81,7 @@ class Killer:
 
 
 class Entry:
-    """What the model knows of one checkpoint."""
+    """State of one checkpoint in the model of the disk."""
 
     def __init__(self, step: int, seed: int) -> None:
         self.step, self.seed = step, seed
@@ -235,7 +235,7 @@ class Checkpoints(RuleBasedStateMachine):
         return path if path.exists() else path.with_name(f"{path.name}.previous")
 
     def saved_seed(self, path: Path) -> int:
-        """Which save it was, as far as its manifest can be read."""
+        """The seed of a save, if its manifest can be read."""
         try:
             with checkpoint.CheckpointReader(path) as reader:
                 return int(reader.metadata["user"]["seed"])
@@ -280,7 +280,7 @@ class Checkpoints(RuleBasedStateMachine):
         assert found == sorted(e.step for e in self.entries)
 
 
-def test_checkpoints(
+def test_random_sequences_of_saves_crashes_and_damage(
     torture: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)

@@ -59,9 +59,9 @@ class Rank:
         assert world_size == pipeline * tensor * data
         stage, rest = divmod(rank, tensor * data)
         part, place = divmod(rest, data)
-        self.checkpoint_backend = backend
-        self.checkpoint_subject = 0
-        self.checkpoint_dtype = kinds["parameters"].dtype
+        self.backend = backend
+        self.subject = 0
+        self.dtype = kinds["parameters"].dtype
         self.entries = fakes.entries(SHAPES)
         names = STAGES[stage] if pipeline == 2 else [*SHAPES] if stage == 0 else []
         held, start = [], 0
@@ -80,7 +80,10 @@ class Rank:
             self.placement.take(full, self.start, self.own[kind])
         self.steps = 0
 
-    def checkpoint_parameters(self) -> Any:
+    def checkpointed(self) -> Any:
+        return self
+
+    def parameters(self) -> Any:
         return self.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:
@@ -154,7 +157,9 @@ def test_from_any_mesh_to_any_other_bitwise(first: Any, tmp_path: Path, fakes: A
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_without_ranks_and_in_few_bits(dtype: Any, tmp_path: Path, fakes: Any) -> None:
+def test_a_checkpoint_of_a_mesh_is_read_without_ranks_in_any_dtype(
+    dtype: Any, tmp_path: Path, fakes: Any
+) -> None:
     run_in_threads(4, save, (1, 2, 2), tmp_path / "c", fakes, dtype)
     load(None, (1, 1, 1), tmp_path / "c", fakes, dtype)
     arrays = checkpoint.load_arrays(tmp_path / "c")
@@ -177,7 +182,7 @@ def test_a_rank_without_pieces(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(3, load, (3, 1, 1), tmp_path / "c", fakes)
 
 
-def test_one_rank_writes_each_copy(tmp_path: Path, fakes: Any) -> None:
+def test_one_replica_writes_and_the_others_do_not(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(2, save, (1, 2, 1), tmp_path / "c", fakes)
     document = json.loads((tmp_path / "c" / "manifest.json").read_text())
     pieces = document["content"]["arrays"]["parameters"]["pieces"]

@@ -1,4 +1,4 @@
-"""What is saved beside arrays: what comes back, what is refused, and that the files are JSON."""
+"""Metadata of checkpoints: values that come back, values that are refused, and strict JSON."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_run_without_an_evaluation_leaves_strict_json(tmp_path: Path) -> None:
         ({"a": {1}}, TypeError, "it holds a set"),
     ],
 )
-def test_refuses_what_would_come_back_as_something_else(
+def test_metadata_that_would_not_come_back_unchanged_are_refused(
     metadata: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     def save(backend: Any) -> None:

@@ -1,4 +1,4 @@
-"""Spoilt checkpoints: refused, saying why, or read bit for bit. No crash, no hang, no code run."""
+"""Damaged checkpoints are refused with a reason, or read bit for bit, without crash or hang."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bits(*given: Any) -> list[bytes]:
 
 
 def outcome(reading: Callable[[], Any], path: Path) -> str:
-    """What became of an attempt: refused, for a reason; or read."""
+    """The outcome of a load: refused with a reason, or read."""
     try:
         reading()
     except (CheckpointError, FileNotFoundError) as error:
@@ -93,7 +93,9 @@ def outcome(reading: Callable[[], Any], path: Path) -> str:
     return "refused"
 
 
-def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
+def test_damaged_checkpoints_are_refused_or_read_bit_for_bit(
+    tmp_path: Path, fakes: Any, torture: Any
+) -> None:
     for seed, name in ((1, "one"), (2, "other")):
         run_in_threads(3, save, fakes, tmp_path / "good" / name, seed)
     right = states(None, fakes, 1)
@@ -196,15 +198,17 @@ def outside(content: dict[str, Any]) -> None:
         (lambda c: c["parameters"][3].update(shape=[0] * 33), r"'b.empty' .*32 dims"),
     ],
 )
-def test_what_an_adversary_may_not_say(
+def test_forged_manifests_are_refused_with_a_reason(
     change: Callable[[dict[str, Any]], None], words: str, tmp_path: Path, fakes: Any
 ) -> None:
     assert re.search(words, read_spoilt(tmp_path, fakes, change))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "long", "directory"])
-def test_what_is_no_manifest_is_not_waited_for(kind: str, tmp_path: Path, fakes: Any) -> None:
-    """Nor read into memory, also in a folder, where another one is gone on from."""
+def test_a_manifest_that_is_no_regular_file_is_refused_at_once(
+    kind: str, tmp_path: Path, fakes: Any
+) -> None:
+    """It is not read into memory. In a folder, the run resumes from another checkpoint."""
     for step in (1, 2):
         Place(tmp_path, fakes, is_folder=True).save(step, step, 1)
     manifest = tmp_path / "job" / "c" / "step-00000002" / "manifest.json"
@@ -225,7 +229,9 @@ def test_what_is_no_manifest_is_not_waited_for(kind: str, tmp_path: Path, fakes:
             checkpoint.check(manifest.parent)
 
 
-def test_files_of_others(tmp_path: Path, fakes: Any, torture: Any) -> None:
+def test_damaged_safetensors_files_and_indexes_are_converted_or_refused(
+    tmp_path: Path, fakes: Any, torture: Any
+) -> None:
     """Safetensors files and indexes that lie: converted, or refused."""
     save(None, fakes, tmp_path / "c", 1)
     checkpoint.convert(tmp_path / "c", tmp_path / "one.safetensors")

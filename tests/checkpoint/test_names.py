@@ -81,7 +81,7 @@ def test_other_names_are_saved_and_read(tmp_path: Any) -> None:
         checkpoint.check(checkpoint.convert(file, tmp_path / f"back{number}"))
 
 
-def test_a_model_is_not_made(unreadable: tuple[str, str]) -> None:
+def test_a_model_with_unreadable_names_is_not_made(unreadable: tuple[str, str]) -> None:
     pytest.importorskip("autograd")
     name, message = unreadable
     with pytest.raises(ValueError, match=f"parameter name {message}"):

@@ -30,7 +30,7 @@ def values_of(tensor: Any, region: Region) -> Any:
     seed=st.integers(0, 2**32),
     block=st.sampled_from([1, 3, 7, 1 << 22]),
 )
-def test_what_was_written_in_pieces_is_read_in_others(
+def test_pieces_are_read_in_other_cuts_than_they_were_written(
     shape: list[int], seed: int, block: int, fakes: Any
 ) -> None:
     """Each of about ten regions of each of 300 tensors, from about ten pieces."""

@@ -1,4 +1,4 @@
-"""Any range of any checkpoint, and every way in which one can be broken."""
+"""Reads of any region of a checkpoint, and the errors of incomplete, damaged and changed ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_range_of_every_cut(
 
 
 def weight(start: int, stop: int) -> Region:
-    """Of the first parameter, which has 6 elements; of the 3 ranks each wrote 2 of its 5 first."""
+    """The first parameter has 6 elements, and each of 3 ranks wrote 2 of the first 5."""
     return Region("a.weight", ((0, 3), (0, 2)), start, stop)
 
 
@@ -86,11 +86,11 @@ def test_only_the_files_of_the_region_are_opened(path: Path, fakes: Any) -> None
             reader.read("parameters", weight(2, 4), out)
 
 
-def test_what_a_reader_tells(path: Path, fakes: Any) -> None:
+def test_attributes_of_a_reader(path: Path, fakes: Any) -> None:
     with CheckpointReader(path) as reader:
         assert reader.path == path
         assert reader.parameters == fakes.entries()
-        assert tuple(reader.held("parameters")) == fakes.entries()
+        assert tuple(reader.parameters_of("parameters")) == fakes.entries()
         assert (reader.dtype, reader.length) == (np.dtype("f8"), 13)
         assert reader.kinds == {"parameters": np.dtype("f8")}
         assert reader.metadata["model"] == {"kind": "fake"}
@@ -174,7 +174,7 @@ def test_a_disk_that_cannot_be_read_has_not_changed_bytes(
     with CheckpointReader(path) as reader:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(CheckpointError, match=r"safetensors: .*Input/output error$") as caught:
-            reader.read_whole("parameters", reader.held("parameters")[0])
+            reader.read_whole("parameters", reader.parameters_of("parameters")[0])
     assert isinstance(caught.value.__cause__, OSError)
     reasons = [problem.reason for problem in checkpoint.find_problems(path)]
     assert all("cannot be read: [Errno 5] Input/output error" in reason for reason in reasons)
@@ -288,7 +288,7 @@ def test_a_manifest_that_is_nested_without_end(path: Path) -> None:
 
 
 def test_a_swapped_file(path: Path) -> None:
-    """Of two ranks, as long as each other: found where it is read."""
+    """Files of two ranks with equal lengths are swapped. The damage is found when they are read."""
 
     def save(backend: Any) -> None:
         start = 5 * backend.rank
@@ -308,7 +308,7 @@ def test_a_swapped_file(path: Path) -> None:
 
 
 def test_ranks_verify_their_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many blocks each rank reads some, and together they find each that has changed."""
+    """Each rank reads some of many blocks, and the ranks find all that have changed."""
     monkeypatch.setattr("mpishard.checkpoint.format.tensor_file.BLOCK_BYTES", 64)
     monkeypatch.setattr("mpishard.checkpoint.loading.mapped_file.BLOCK_BYTES", 64)
     monkeypatch.setattr("mpishard.checkpoint.format.manifest.BLOCK_BYTES", 64)
@@ -338,7 +338,7 @@ def test_ranks_verify_their_share(path: Path, monkeypatch: pytest.MonkeyPatch) -
     shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=4, max_size=4),
     metadata=st.dictionaries(st.text(max_size=3), st.integers() | st.text() | st.none()),
 )
-def test_a_manifest_is_what_its_text_says(
+def test_a_manifest_is_the_same_after_a_round_trip_as_text(
     names: list[str], shapes: list[list[int]], metadata: dict[str, Any]
 ) -> None:
     entries: list[ParameterEntry] = []

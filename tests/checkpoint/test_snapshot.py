@@ -50,7 +50,7 @@ def test_there_and_back_bitwise(first: int, second: int, tmp_path: Path, fakes: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
 
 
-def test_without_ranks(tmp_path: Path, fakes: Any) -> None:
+def test_a_checkpoint_is_saved_and_loaded_without_ranks(tmp_path: Path, fakes: Any) -> None:
     save(None, fakes, tmp_path / "c", 5)
     load(None, fakes, tmp_path / "c", 5)
     run_in_threads(2, load, fakes, tmp_path / "c", 5)

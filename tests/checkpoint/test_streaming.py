@@ -1,4 +1,4 @@
-"""Copies past the caches hold what copies hold, whatever is copied."""
+"""Copies that bypass the caches are equal to NumPy's, for any dtype, length and address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bits(length, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_length_of_any_dtype(copy, dtype):
+def test_copies_of_any_length_and_dtype(copy, dtype):
     guard = 16
     for length in (0, 1, 2, 3, 7, 8, 9, 64, 1_001, 65_536, 100_000):
         source = bits(length, dtype)
@@ -44,7 +44,7 @@ def test_any_length_of_any_dtype(copy, dtype):
         assert target.tobytes() == wanted, length
 
 
-def test_any_place_in_memory(copy):
+def test_copies_between_any_addresses(copy):
     for of_source, of_target in itertools.product(range(0, 9, 3), range(0, 9, 4)):
         source, target = bits(4_008, "uint8"), bits(4_008, "uint8", 1)
         given, taken = (a[n : n + 3_992] for a, n in ((source, of_source), (target, of_target)))
@@ -83,7 +83,7 @@ def test_a_reserved_buffer_uses_it_and_another_does_not(copy, monkeypatch):
     assert used == [1_000, 77]
 
 
-def test_without_numba(monkeypatch, tmp_path, fakes):
+def test_without_numba_there_is_no_streaming_copy(monkeypatch, tmp_path, fakes):
     for cached in (compilation._numba, module._compile):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)

@@ -14,7 +14,7 @@ import pytest
 from mpishard import as_distributed, checkpoint, nn, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, CheckpointReader, write_checkpoint
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving import save as saving
+from mpishard.checkpoint.saving import free_space
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry, Placement, Region
 
@@ -24,7 +24,7 @@ def save(backend: Any, fakes: Any, path: Path, seed: int) -> None:
 
 
 def seed_of(path: Path, fakes: Any) -> int:
-    """Which save is at ``path``, read with checksums."""
+    """The seed of the save at ``path``, whose checksums are compared."""
     seed: int = checkpoint.check(path).metadata["user"]["seed"]
     model = fakes.Model(None, np.zeros(fakes.LENGTH))
     checkpoint.load(path, model)
@@ -36,7 +36,7 @@ def names(directory: Path) -> list[str]:
     return sorted(entry.name for entry in directory.iterdir())
 
 
-def test_overwriting_leaves_the_new_one_alone(tmp_path: Path, fakes: Any) -> None:
+def test_a_save_to_the_same_path_leaves_only_the_new_checkpoint(tmp_path: Path, fakes: Any) -> None:
     for world_size, seed in [(3, 1), (1, 2), (2, 3)]:
         run_in_threads(world_size, save, fakes, tmp_path / "c", seed)
         assert seed_of(tmp_path / "c", fakes) == seed
@@ -44,12 +44,12 @@ def test_overwriting_leaves_the_new_one_alone(tmp_path: Path, fakes: Any) -> Non
         assert len(names(tmp_path / "c")) == world_size + 1
 
 
-def test_parents_are_made(tmp_path: Path, fakes: Any) -> None:
+def test_missing_parent_directories_are_made(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(2, save, fakes, tmp_path / "runs" / "one" / "c", 1)
     assert seed_of(tmp_path / "runs" / "one" / "c", fakes) == 1
 
 
-def test_a_path_that_is_no_text(tmp_path: Path, fakes: Any) -> None:
+def test_a_path_whose_bytes_are_not_utf8(tmp_path: Path, fakes: Any) -> None:
     path = tmp_path / os.fsdecode(b"gewicht\xe4")
     run_in_threads(2, save, fakes, path, 1)
     assert seed_of(path, fakes) == 1
@@ -67,7 +67,7 @@ def test_a_symbolic_link_is_followed(tmp_path: Path, fakes: Any) -> None:
 
 @pytest.mark.parametrize("existing", [True, False])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_cannot_write_leaves_the_old_one(
+def test_if_a_rank_cannot_write_the_old_checkpoint_stays(
     failing: int, existing: bool, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if existing:
@@ -100,7 +100,7 @@ def test_a_rank_that_cannot_write_leaves_the_old_one(
         assert seed_of(tmp_path / "c", fakes) == 1
 
 
-def test_a_rank_that_is_interrupted_leaves_the_old_one(
+def test_if_a_rank_is_interrupted_the_old_checkpoint_stays(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_in_threads(2, save, fakes, tmp_path / "c", 1)
@@ -124,7 +124,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_process_that_ends_between_renames_leaves_a_whole_one(
+def test_if_a_process_ends_between_renames_a_complete_checkpoint_is_there(
     renames: int, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(None, fakes, tmp_path / "c", 1)
@@ -202,7 +202,7 @@ def test_the_root_and_a_directory_of_others_are_refused_with_a_place_to_save_to(
 
 @pytest.mark.parametrize("path", ["~", "~/runs/a", "~someone/a"])
 def test_no_directory_of_the_name_of_the_home_directory_is_made(tmp_path, monkeypatch, path):
-    """Whoever wants to remove it might remove the home directory."""
+    """A user who removes it by name might remove the home directory."""
     monkeypatch.chdir(tmp_path)
     model = nn.MLP([2, 2])
     for member in (model.save_model, model.load_model, CheckpointFolder):
@@ -239,7 +239,7 @@ def test_a_blank_path_is_refused(fakes: Any) -> None:
 def test_a_directory_that_a_rank_cannot_see_is_named(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ranks = saving.path_from, threading.local()
+    real, ranks = free_space.path_from, threading.local()
 
     def elsewhere(text: str) -> Path | None:
         shared = real(text)
@@ -247,7 +247,7 @@ def test_a_directory_that_a_rank_cannot_see_is_named(
             return shared
         return Path("/nowhere", shared.relative_to(tmp_path))
 
-    monkeypatch.setattr(saving, "path_from", elsewhere)
+    monkeypatch.setattr(free_space, "path_from", elsewhere)
 
     def work(backend: Any) -> None:
         ranks.mine = backend.rank
@@ -274,7 +274,7 @@ def test_a_directory_that_a_rank_cannot_see_is_named(
         ([], "nothing holds elements 0 to 6 of a.weight"),
     ],
 )
-def test_pieces_must_be_all_parameters_once(
+def test_pieces_must_cover_each_parameter_exactly_once(
     pieces: list[tuple[int, int]], message: str, tmp_path: Path, fakes: Any
 ) -> None:
     save(None, fakes, tmp_path / "c", 1)
@@ -319,7 +319,7 @@ ALL = Region("w", ((0, 13),), 0, 13)
          "rank00000.safetensors holds a piece of 'v', which is not a parameter"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_written_is_refused(
+def test_arrays_and_metadata_that_cannot_be_written_are_refused(
     pieces: Any, metadata: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     entry = ParameterEntry("w", (13,), 0)

@@ -1,4 +1,4 @@
-"""A model and an optimizer that are nothing but vectors, sharded or replicated."""
+"""A model and an optimizer for tests, whose only content is vectors, sharded or replicated."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class State:
         self.metadata = dict(metadata)
 
     def equals(self, vectors: Mapping[str, np.ndarray[Any, Any]]) -> bool:
-        """Whether every piece has the bits of ``vectors``."""
+        """Return True if every piece has the bits of ``vectors``."""
         places = {entry.name: entry for entry in entries(self.shapes)}
         for kind, pieces in self.pieces.items():
             for region, array in pieces:
@@ -103,7 +103,7 @@ class State:
 
 
 class Model(State):
-    """A `Checkpointable`."""
+    """A `Checkpointable` that is its own `CheckpointedModel`."""
 
     def __init__(
         self,
@@ -112,11 +112,14 @@ class Model(State):
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     ) -> None:
         super().__init__(backend, {"parameters": vector}, {"kind": "fake"}, shapes)
-        self.checkpoint_backend = backend
-        self.checkpoint_subject = 0
-        self.checkpoint_dtype = vector.dtype
+        self.backend = backend
+        self.subject = 0
+        self.dtype = vector.dtype
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def checkpointed(self) -> Model:
+        return self
+
+    def parameters(self) -> Sequence[ParameterEntry]:
         return entries(self.shapes)
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -142,7 +145,7 @@ class Optimizer(State):
 
 
 class Fakes:
-    """What the tests of this folder share."""
+    """Helpers that the tests of this folder share."""
 
     Model = Model
     Optimizer = Optimizer

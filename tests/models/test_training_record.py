@@ -83,7 +83,7 @@ def test_a_checkpoint_without_figures_or_with_forged_ones(tmp_path: Any) -> None
     with ms.InMemoryCommunicationBackend(0, 1, "record") as backend:
         model, optimizer = wrap(backend)
         optimizer.step(model, X, Y)
-        files = model._files
+        files = model.checkpointed()
         files.check_metadata({"steps": 3})
         with pytest.raises(ValueError, match=r"metadata\.model\.training\.best_loss must be a n"):
             files.check_metadata({"training": {**asdict(TrainingRecord()), "best_loss": "low"}})

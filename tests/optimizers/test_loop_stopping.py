@@ -257,7 +257,9 @@ def test_a_checkpoint_holds_the_newest_parameters_and_the_best_beside_them(backe
     assert stored.tobytes() == newest.tobytes() != best.tobytes()
     with ms.checkpoint.CheckpointReader(path) as reader:
         kind = "training/best_parameters"
-        kept = np.concatenate([reader.read_whole(kind, e).ravel() for e in reader.held(kind)])
+        kept = np.concatenate(
+            [reader.read_whole(kind, e).ravel() for e in reader.parameters_of(kind)]
+        )
     assert kept.tobytes() == best.tobytes()
     model, optimizer = wrap(backend)
     model.load_model(path)

@@ -120,7 +120,7 @@ def test_a_rank_reads_but_does_not_write_parameters_that_it_does_not_count(strat
         best.keep()
         weights = [entry.name for entry in model.parameter_entries if "weight" in entry.name]
         everything = [entry.name for entry in model.parameter_entries]
-        states = (model, optimizer.checkpoint_view(model), best)
+        states = (model.checkpointed(), optimizer.checkpoint_view(model), best)
         for state in states:
             for pieces in state.arrays_to_write().values():
                 assert [region.name for region, _ in pieces] == weights

@@ -1,4 +1,4 @@
-"""A backward pass that raises, and what the loop may do then."""
+"""Backward passes that raise, and how a loop may continue."""
 
 from __future__ import annotations
 

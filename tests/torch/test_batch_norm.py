@@ -171,7 +171,7 @@ def test_counts_and_sums_of_16_bit_activations_are_float32(backend: Any, dtype: 
 
 
 @in_worlds(2)
-def test_plain_batch_norm_with_rounded_parameters_says_what_to_do(backend: Any) -> None:
+def test_plain_batch_norm_with_rounded_parameters_names_the_fix(backend: Any) -> None:
     mst.init()
     model = mst.shard(nets.make(convolutions).float(), precision="bfloat16")
     with pytest.raises(RuntimeError) as raised:

@@ -92,7 +92,7 @@ def test_computes_with_rounded_copies_and_updates_float32(
             loss_of(name, model, data).backward()
             optimizer.step()
         owner = module_of(model)
-        owner.let_go()
+        owner.free_gathered()
         found[strategy] = ModelVector(owner.placement).gather(owner.parameters)
         assert all(part.tensor.dtype == torch.float32 for part in owner.parts)
         copies = torch.cat([p.flatten() for p in unique(model)])
@@ -123,7 +123,7 @@ def test_checkpoints_keep_float32(backend: Any, path: str, shared_path: Any) -> 
 
 
 @in_worlds(2)
-def test_refusals(backend: Any) -> None:
+def test_precisions_and_changes_that_bfloat16_refuses(backend: Any) -> None:
     mst.init()
     with pytest.raises(ValueError, match=r"'0.weight' of this Sequential is torch.float64: use"):
         mst.shard(nets.make(nets.perceptron), precision="bfloat16")

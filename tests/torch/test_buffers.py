@@ -1,4 +1,4 @@
-"""Buffers that forward passes change, replace, grow or drop: rank 0's on every rank, or refused."""
+"""Buffers that forward passes change, replace or drop: rank 0's on all ranks, or all raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that change parameters in place between steps: every rank does, and it counts once."""
+"""Changes of parameters in place, which every rank makes and which count once."""
 
 from __future__ import annotations
 

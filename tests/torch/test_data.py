@@ -1,4 +1,4 @@
-"""Epochs of a loader: the same on every rank, however often one rank alone has looked."""
+"""Epochs of a loader are the same on every rank, also if one rank alone reads batches."""
 
 from __future__ import annotations
 

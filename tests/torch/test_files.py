@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch loops: any number of ranks, any strategy, and a run that goes on."""
+"""Checkpoints of PyTorch loops, resumed with any number of ranks under any strategy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_one_and_by_four(tmp_path):
 
 
 @in_worlds(2)
-def test_what_does_not_fit_is_refused_on_all_ranks(backend, shared_path):
+def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(backend, shared_path):
     path = shared_path / "run"
     run(backend, "fsdp", 1, end=path)
     mst.init()

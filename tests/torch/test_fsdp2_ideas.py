@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of fully_shard ask, of a module that mpishard.torch has sharded."""
+"""Cases of PyTorch's own tests of fully_shard, for modules that mpishard.torch has sharded."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def hook_of_a_gradient(model: Any, x: Any, y: Any) -> None:
     ],
 )  # fmt: skip
 @in_worlds(3)
-def test_parity(backend, path, loss_of):
+def test_many_losses_train_as_in_one_process(backend, path, loss_of):
     assert both(backend, nets.perceptron, loss_of) < 1e-13
 
 

@@ -1,4 +1,4 @@
-"""FSDP of ranks that share no memory, or are on several nodes: units come and go."""
+"""FSDP on ranks that share no memory, or are on several nodes: units are gathered and freed."""
 
 from __future__ import annotations
 

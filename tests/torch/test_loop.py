@@ -1,4 +1,4 @@
-"""What people write in PyTorch loops, with a sharded module: it works, or it is refused."""
+"""Common code of PyTorch loops with a sharded module: it works, or it is refused with a reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def close(model: Any, expected: Any, limit: float = 1e-13) -> bool:
 @by_strategy
 @in_worlds(1, 3)
 def test_every_rank_gets_rank_zeros_values(backend, strategy):
-    """Of parameters, buffers, and frozen parameters of another dtype."""
+    """Parameters, buffers, and frozen parameters of another dtype."""
     mst.init()
     model = nets.make(nets.convolutions)
     model.count = nn.Parameter(torch.full((3,), backend.rank), requires_grad=False)
@@ -114,7 +114,7 @@ def test_no_sync_sends_nothing_until_the_last_backward(backend, strategy, path):
 
 @by_strategy
 @in_worlds(2)
-def test_what_no_sync_added_can_be_cleared(backend, strategy):
+def test_gradients_that_no_sync_added_can_be_cleared(backend, strategy):
     model, optimizer = start(strategy)
     expected, theirs = alone()
     x, y = nets.batch("mlp")
@@ -705,7 +705,7 @@ def test_a_scaler_is_refused_on_every_rank_if_one_has_an_inf(backend, kind, unsc
 
 
 @in_worlds(2)
-def test_ranks_with_other_rates_or_models_are_told_so(backend):
+def test_ranks_with_other_rates_or_models_are_refused(backend):
     mst.init()
     counted = nets.make(nets.perceptron)
     counted.register_buffer("counts", torch.zeros(1 + backend.rank))
@@ -741,7 +741,7 @@ def test_an_error_on_one_rank_ends_all():
         ("step", r"optimizer\.step\(\)"),
     ],
 )
-def test_a_rank_that_leaves_out_a_call_is_told_of_it_by_the_users_line(path, missing, word):
+def test_a_call_that_a_rank_leaves_out_is_named_by_the_users_line(path, missing, word):
     """And not by PyTorch's, which calls the hooks."""
 
     def body(backend: Any) -> None:

@@ -1,4 +1,4 @@
-"""Traces, replicas, and jobs that are told to save or lose a rank, in loops of PyTorch."""
+"""Traces, comparison of replicas, preemption and killed ranks, in loops of PyTorch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def job(script: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(240)
-def test_a_job_that_is_told_to_end_saves_and_goes_on(tmp_path):
+def test_a_preempted_job_saves_and_resumes(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(RUNNING)
     code, said = job(script, "saved", "SIGTERM")

@@ -1,4 +1,4 @@
-"""Sharded modules of one size that ranks use in different orders: refused, and never mixed."""
+"""Sharded modules of one size that ranks use in different orders: all ranks raise."""
 
 from __future__ import annotations
 

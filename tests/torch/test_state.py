@@ -1,4 +1,4 @@
-"""State beside the arrays of a checkpoint: what a module, an optimizer and a scheduler hold."""
+"""State beside the arrays of a checkpoint: that of a module, an optimizer and a scheduler."""
 
 from __future__ import annotations
 

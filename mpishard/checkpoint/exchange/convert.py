@@ -18,7 +18,7 @@ from mpishard.checkpoint.format.content import spelled
 from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import PARAMETERS, write_manifest
 from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
-from mpishard.checkpoint.saving.save import require_room
+from mpishard.checkpoint.saving.free_space import require_space
 from mpishard.sharding import ParameterEntry, Region
 
 MAXIMUM_SHARD_BYTES = 5 * 10**9
@@ -88,6 +88,7 @@ def consolidate(
     FileNotFoundError, CheckpointError
         As for `CheckpointReader`, and if there is not enough room. Nothing is left behind then.
     """
+    # All arguments are checked before the source is opened.
     is_full = as_flag("optimizer", optimizer)
     place = _fresh(target)
     if place.path.suffix != _SUFFIX:
@@ -188,6 +189,7 @@ def _observed(source: TensorSource, progress: ProgressCallback | None) -> Tensor
     total = _size(source)
     done = 0
 
+    # A tensor is read when it is written, so that the bytes read are the progress of the file.
     def observed(tensor: LazyTensor) -> Iterator[Array]:
         nonlocal done
         for block in tensor.blocks():
@@ -215,9 +217,10 @@ def _write(
     form: CheckpointForm,
     maximum_shard_bytes: int = MAXIMUM_SHARD_BYTES,
 ) -> Path:
+    # Beside the target, because a rename is atomic only within one file system.
     directory = place.make_temporary()
     try:
-        require_room(directory, _size(source) + _ROOM)
+        require_space(directory, _size(source) + _ROOM)
         if form is CheckpointForm.SAFETENSORS:
             file = directory / "whole.safetensors"
             _whole_file(source).write(file)
@@ -280,6 +283,7 @@ def _write_shards(source: TensorSource, directory: Path, maximum_bytes: int) -> 
         shards[-1][name] = tensor
         filled += tensor.nbytes
     weight_map: dict[str, str] = {}
+    # Each name contains the number of files, so that all shards are chosen before one is written.
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}{_SUFFIX}"
         TensorFile(shard, _FORMAT).write(directory / name)
@@ -312,8 +316,10 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
         pieces[kind] = [
             (Region.whole(name, tensor.shape), replace(tensor, shape=(tensor.size,)))
             for name, tensor in given.items()
+            # A region has at least one element, so that an empty tensor has none.
             if tensor.size
         ]
+    # One file, as one rank would have saved it. Any number of ranks can load it.
     file = RankFile(0, pieces)
     file.write(directory)
     dtype = source.tensors[PARAMETERS][entries[0].name].dtype

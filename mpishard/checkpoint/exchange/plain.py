@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -105,26 +106,48 @@ class PlainModelFiles(ICheckpointableModel):
         """
         load(path, self)
 
+    def checkpointed(self) -> PlainCheckpoint:
+        """Return the model in the form that `mpishard.checkpoint` saves and loads."""
+        return PlainCheckpoint(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCheckpoint:
+    """A plain model in the form that `mpishard.checkpoint` saves and loads.
+
+    Parameters
+    ----------
+    model : PlainModelFiles
+        The model.
+    """
+
+    model: PlainModelFiles
+
     @property
-    def checkpoint_backend(self) -> None:
+    def backend(self) -> None:
         """None, because one process writes and reads."""
         return
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         """0, because nothing is communicated."""
         return 0
 
     @property
-    def checkpoint_dtype(self) -> DType:
+    def dtype(self) -> DType:
         """The dtype of the parameters."""
-        dtype: DType = self._flat_vector().dtype
+        dtype: DType = self.model._flat_vector().dtype
         return dtype
+
+    def parameters(self) -> Sequence[ParameterEntry]:
+        """Return name, shape and start of each parameter."""
+        return self.model.checkpoint_parameters()
 
     def arrays_to_write(self) -> Pieces:
         """Return all parameters."""
-        placement = Placement.whole(self.checkpoint_parameters())
-        return {"parameters": placement.cut([(0, self._flat_vector())])}
+        # The pieces are views of the model's vector, so that a load writes to the model itself.
+        placement = Placement.whole(self.parameters())
+        return {"parameters": placement.cut([(0, self.model._flat_vector())])}
 
     def arrays_to_read(self) -> Pieces:
         """Return all parameters, to be overwritten."""
@@ -132,16 +155,16 @@ class PlainModelFiles(ICheckpointableModel):
 
     def checkpoint_metadata(self) -> Metadata:
         """Return the model's `choices`."""
-        choices = self.choices()
+        choices = self.model.choices()
         return {"choices": choices} if choices else {}
 
     def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuse choices of another model."""
-        self.check_choices(choices_in(metadata))
+        self.model.check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, object]) -> None:
         """Apply the choices."""
-        self.take_choices(choices_in(metadata))
+        self.model.take_choices(choices_in(metadata))
 
 
 def choices_in(metadata: Metadata) -> Document:
@@ -160,6 +183,7 @@ def named_bytes(
     records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, object]
 ) -> bytes:
     """Return a flat vector in host memory as named arrays in safetensors format, with choices."""
+    # The keys are sorted, so that equal choices give equal bytes on all ranks.
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
     return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 
@@ -181,6 +205,7 @@ def packed_vector(
     """
     expected = {record.name: tuple(record.shape) for record in records}
     given = {name: tuple(array.shape) for name, array in arrays.items()}
+    # Names and shapes are compared before the vector is allocated, which is as large as the model.
     wrong = sorted(n for n in expected | given if expected.get(n) != given.get(n))
     if wrong:
         name = wrong[0]

@@ -115,7 +115,7 @@ def _checkpoint_source(reader: CheckpointReader) -> TensorSource:
         return LazyTensor(dtype, entry.shape, blocks)
 
     tensors = {
-        kind: {entry.name: lazy(kind, entry, dtype) for entry in reader.held(kind)}
+        kind: {entry.name: lazy(kind, entry, dtype) for entry in reader.parameters_of(kind)}
         for kind, dtype in reader.kinds.items()
     }
     if PARAMETERS not in tensors:

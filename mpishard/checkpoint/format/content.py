@@ -63,25 +63,25 @@ class CheckpointState(Protocol):
         ...
 
 
-class Checkpointable(CheckpointState, Protocol):
-    """Model whose parameters can be saved and restored."""
+class CheckpointedModel(CheckpointState, Protocol):
+    """A model's parameters, and all that a checkpoint needs to know of the model."""
 
     @property
-    def checkpoint_backend(self) -> CommunicationBackend | None:
+    def backend(self) -> CommunicationBackend | None:
         """Ranks that save and load together; None for a model of one process."""
         ...
 
     @property
-    def checkpoint_subject(self) -> int:
+    def subject(self) -> int:
         """The model's number in collectives, `CommunicationBackend.number_model`; 0 for none."""
         ...
 
     @property
-    def checkpoint_dtype(self) -> DType:
+    def dtype(self) -> DType:
         """Dtype of the parameters."""
         ...
 
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+    def parameters(self) -> Sequence[ParameterEntry]:
         """Return the parameters along the flat vector, in order and without gaps."""
         ...
 
@@ -93,6 +93,14 @@ class Checkpointable(CheckpointState, Protocol):
         ValueError
             If the metadata do not fit the model.
         """
+        ...
+
+
+class Checkpointable(Protocol):
+    """Model that can be saved and restored."""
+
+    def checkpointed(self) -> CheckpointedModel:
+        """Return the model in the form that checkpoints save and load. Communicates nothing."""
         ...
 
 
@@ -113,7 +121,8 @@ def require_checkpointable(model: UserModel, optimizer: Any = None, training: An
         If the model or the optimizer is not checkpointable, or ``training`` is not a
         `CheckpointState`.
     """
-    if not hasattr(model, "checkpoint_parameters"):
+    # One member is tested, because isinstance does not work with these protocols.
+    if not hasattr(model, "checkpointed"):
         raise TypeError(
             "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "
             f"{type(model).__name__}"
@@ -136,7 +145,8 @@ def states_of(
     training: CheckpointState | None,
 ) -> dict[str, CheckpointState]:
     """Return the states that a checkpoint has, by their names in its metadata."""
-    states: dict[str, CheckpointState] = {"model": model}
+    # A load restores the states in this order, the parameters first.
+    states: dict[str, CheckpointState] = {"model": model.checkpointed()}
     if optimizer is not None:
         states["optimizer"] = optimizer.checkpoint_view(model)
     if training is not None:
@@ -153,6 +163,7 @@ class Kind:
 
 
 ANYTHING = Kind("anything", lambda _: True)
+# Counts become 64-bit integers, which would overflow without an error.
 COUNT = Kind("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < 1 << 63)
 # The types are compared exactly, because True is an int. Larger integers have no float.
 NUMBER = Kind("a number", lambda v: type(v) is float or (type(v) is int and abs(v) < 1 << 1023))
@@ -243,6 +254,7 @@ def as_json(metadata: Metadata) -> Document:
     # This comes first, because it refuses containers that contain themselves.
     text = json.dumps(found, default=_plain)
     check_keys("metadata", found)
+    # The copy is made of the text, so that it is what a load will return: tuples become lists.
     return dict(json.loads(text))
 
 
@@ -268,6 +280,7 @@ def spelled(value: Any) -> Any:
 def unspelled(value: Any) -> Any:
     """Return the value from the result of `spelled`."""
     if isinstance(value, dict):
+        # A forged file may have another value under this key. It stays as it is.
         if value.keys() == {_SPELLING} and str(value[_SPELLING]) in _NUMBERS:
             return _NUMBERS[value[_SPELLING]]
         return {key: unspelled(item) for key, item in value.items()}
@@ -284,6 +297,7 @@ def check_keys(name: str, value: Any, place: str = "") -> None:
     TypeError, ValueError
         As for `as_json`. The message names the argument, ``name``, and the key.
     """
+    # An array of objects may contain dicts. Arrays of numbers have no keys.
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
     if isinstance(value, dict):

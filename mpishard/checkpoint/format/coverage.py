@@ -70,10 +70,10 @@ def check_coverage(
     fault = _first_fault(whole_box(shape), [region for _, region in pieces])
     if fault is None:
         return
-    start, stop, held = fault
-    if held == 0:
+    start, stop, count = fault
+    if count == 0:
         raise CheckpointError(f"{kind}: nothing holds elements {start} to {stop} of {name}")
-    times = "twice" if held == 2 else f"{held} times"
+    times = "twice" if count == 2 else f"{count} times"
     element = Region(name, whole_box(shape), start, start + 1)
     ((place, _),) = boxes_of(element)
     holders = [
@@ -83,18 +83,18 @@ def check_coverage(
     ]
     raise CheckpointError(
         f"{kind}: elements {start} to {stop} of {name} are held {times}, "
-        f"by {' and '.join(holders[:2])}{' and others' * (held > 2)}"
+        f"by {' and '.join(holders[:2])}{' and others' * (count > 2)}"
     )
 
 
 def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] | None:
-    """Return the first run of elements not held once: start, stop, number of holders.
+    """Return the first run of elements that no piece, or several, have: start, stop, their number.
 
-    Let f(element) be the number of holders minus 1. The mixed differences of f along all dims are 0
-    except at corners of boxes. f(element) is the sum of the differences at all places that do not
-    come after the element in any dim. Therefore f is 0 everywhere if all differences are 0.
-    Otherwise f equals the difference at the first place, in row-major order, that has one. It stays
-    the same in that row up to the next such place.
+    Let f(element) be the number of pieces that have the element, minus 1. The mixed differences of
+    f along all dims are 0 except at corners of boxes. f(element) is the sum of the differences at
+    all places that do not come after the element in any dim. Therefore f is 0 everywhere if all
+    differences are 0. Otherwise f equals the difference at the first place, in row-major order,
+    that has one. It stays the same in that row up to the next such place.
     """
     if math.prod(box_shape(whole)) == 0:
         return None

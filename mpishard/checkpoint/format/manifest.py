@@ -138,14 +138,14 @@ class Manifest:
 
     def _check_pieces(self, kind: str) -> None:
         pieces = self.arrays[kind].pieces
-        held = {entry.name: entry for entry in self.held(kind)}
+        entries = {entry.name: entry for entry in self.parameters_of(kind)}
         for name in pieces:
-            if name not in held:
+            if name not in entries:
                 raise CheckpointError(
                     f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is not "
                     "a parameter, or is frozen"
                 )
-        for name, entry in held.items():
+        for name, entry in entries.items():
             given = pieces.get(name, ())
             # The check is made before a reader allocates or writes anything, so that a model is
             # never partly loaded.
@@ -161,7 +161,7 @@ class Manifest:
                         f"{piece.file}, which has {nbytes}"
                     )
 
-    def held(self, kind: str) -> list[ParameterEntry]:
+    def parameters_of(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
         has_all = not kind.startswith(_OPTIMIZER)
         return [entry for entry in self.parameters if has_all or entry.trainable]

@@ -117,6 +117,7 @@ class TensorFile:
                     f"{key} has dtype {tensor.dtype}, which no safetensors file holds; it holds "
                     f"{', '.join(_DTYPES)}"
                 )
+            # Offsets count from the end of the header, whose length is not known yet.
             header[key] = {
                 "dtype": code,
                 "shape": list(tensor.shape),
@@ -124,6 +125,7 @@ class TensorFile:
             }
             start += tensor.nbytes
         text = json.dumps(header).encode()
+        # The format allows spaces behind the JSON, and they align the first array.
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
         self.nbytes: int = len(self._header) + start
@@ -198,10 +200,12 @@ class ChecksumThread:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # None ends the thread, also if the writer has raised.
         self._parts.put(None)
         self._thread.join()
 
     def _run(self) -> None:
+        # Blocks and parts have bounds of their own: either may end inside the other.
         crc, filled = 0, 0
         while (rest := self._parts.get()) is not None:
             while rest:
@@ -217,6 +221,7 @@ class ChecksumThread:
 
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
+    # With leading zeros, the names are listed in the order of ranks.
     return f"rank{rank:05d}.safetensors"
 
 
@@ -244,10 +249,11 @@ class FileRecord:
 
     def tear(self, file: Path) -> str:
         """Return a text if ``file`` is missing or of another length than recorded, otherwise ""."""
+        # A read of a pipe or a device could wait for ever.
         if not file.is_file():
             return "is not a regular file" if file.exists() else "is missing"
-        held = file.stat().st_size
-        return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
+        nbytes = file.stat().st_size
+        return "" if nbytes == self.nbytes else f"has {nbytes} of {self.nbytes} bytes"
 
 
 class RankFile:
@@ -303,6 +309,7 @@ class RankFile:
 
     def record(self) -> Document:
         """Return the record of the written file for the manifest, which JSON can represent."""
+        # Pieces are lists and not objects, because rank 0 gets the records of all ranks as text.
         offsets = self._file.offsets
         kinds = {
             kind: {

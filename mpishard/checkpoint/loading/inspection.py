@@ -142,6 +142,7 @@ def problems_in(
     """Return what `find_problems` returns, for one directory, which may lack its manifest."""
     try:
         # The manifest is written last. If it is missing, the save was interrupted.
+        # A broken link is there: it is reported as a manifest that cannot be read.
         if not os.path.lexists(directory / MANIFEST):
             return [CheckpointProblem(MANIFEST, (), "it is missing")]
         manifest = Manifest.read(directory)
@@ -154,12 +155,12 @@ def problems_in(
             if reason:
                 tensors = tuple(
                     f"{kind} of {tensor}"
-                    for kind, held in manifest.arrays.items()
-                    for tensor, pieces in held.pieces.items()
+                    for kind, arrays in manifest.arrays.items()
+                    for tensor, pieces in arrays.pieces.items()
                     if any(
                         piece.file == name
                         and piece.offset < high
-                        and low < piece.offset + piece.region.length * held.dtype.itemsize
+                        and low < piece.offset + piece.region.length * arrays.dtype.itemsize
                         for piece in pieces
                     )
                 )
@@ -180,6 +181,7 @@ def _read_through(
         if tear:
             yield 0, record.nbytes, f"it {tear}"
             return
+        # `MappedFile.verify` would stop at the first fault, and here each is listed.
         mapped = MappedFile(file, record, tensors)
     except (OSError, ValueError) as error:
         yield 0, record.nbytes, f"it cannot be read: {error}"
@@ -213,10 +215,11 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
 
     def read(reader: CheckpointReader) -> dict[str, Array]:
         if PARAMETERS not in reader.kinds:
-            held = sorted(reader.kinds)
-            raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
+            kinds = sorted(reader.kinds)
+            raise CheckpointError(f"{reader.path} holds {kinds}, and no {PARAMETERS}")
         return {e.name: reader.read_whole(PARAMETERS, e) for e in reader.parameters}
 
+    # A save may replace the checkpoint while it is read, so that it may have to be opened again.
     reader, arrays = open_whole(lambda: path, None, read)
     reader.close()
     return arrays

@@ -51,6 +51,7 @@ class MappedFile:
         self._record = record
         self._tensors = tensors
         self._was_replaced = was_replaced
+        # The open file keeps its content if another save removes its name.
         self._descriptor = os.open(file, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self._descriptor)
         """Closes the file, when it is called or the object is freed. Further calls do nothing."""
@@ -59,6 +60,7 @@ class MappedFile:
             self._content: Bytes = np.asarray(np.memmap(stream, np.uint8, "r"))
         if self._content.size != record.nbytes:
             raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
+        # Pieces of several regions share blocks, and each block is verified once.
         self._verified: set[int] = set()
         self._is_as_listed = False
 

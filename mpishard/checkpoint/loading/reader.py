@@ -55,6 +55,7 @@ class SharedRegion:
     @property
     def source_span(self) -> slice:
         """Range of the stored values from the first common element to the last."""
+        # Row-major indices, in the source box, of the first and the last common element.
         first = last = 0
         for (low, high), (start, stop) in zip(self.shared, self.source, strict=True):
             first = first * (stop - start) + low - start
@@ -92,6 +93,7 @@ def shared_regions(source: Region, target: Region) -> Iterator[SharedRegion]:
         return
     if shared_box(source.box, target.box) is None:
         return
+    # Joined dims make longer rows, and therefore fewer boxes to copy.
     source_box, target_box = join_dims([source.box, target.box])
     wanted_boxes = list(boxes_of(Region(target.name, target_box, target.start, target.stop)))
     for box, part in boxes_of(Region(source.name, source_box, source.start, source.stop)):
@@ -163,13 +165,14 @@ class CheckpointReader:
         self.file_sizes = {name: file.nbytes for name, file in found.files.items()}
         self._shapes = {entry.name: entry.shape for entry in found.parameters}
         self._tensors = found.tensors_by_file()
+        # Files are opened on first use, because a rank needs only those with its regions.
         self._files: dict[str, MappedFile] = {}
         # Lengths are compared before memory is allocated for the content.
         self._check_sizes()
 
-    def held(self, kind: str) -> list[ParameterEntry]:
+    def parameters_of(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
-        return self._manifest.held(kind)
+        return self._manifest.parameters_of(kind)
 
     def read(self, kind: str, region: Region, out: Array) -> None:
         """Fill ``out`` with a region of an array of a kind, such as a parameter's values.
@@ -284,6 +287,7 @@ class CheckpointReader:
         CheckpointError
             If names, shapes or dtype differ. The message lists the differences.
         """
+        # By name: the order may differ, because regions are found by the names of their parameters.
         saved = {entry.name: entry.shape for entry in self.parameters}
         wanted = {entry.name: entry.shape for entry in parameters}
         # The dtype comes first, because it concerns every parameter.
@@ -370,6 +374,7 @@ class CheckpointReader:
 
         A save to the same path may replace files while they are read. That is not damage.
         """
+        # A manifest that cannot be read counts, too: a save may be between its two renames.
         try:
             return Manifest.read(self.path).identity != self.identity
         except (OSError, ValueError):
@@ -381,6 +386,7 @@ def _of_today(metadata: Mapping[str, object]) -> Metadata:
 
     Earlier releases had the state of a PyTorch loop in the user's part.
     """
+    # The keys must be exactly these, because a user's own metadata may have some of them.
     model, user = metadata.get("model"), metadata.get("user")
     if not (isinstance(model, Mapping) and model.keys() == {"strategy", "world_size"}):
         return metadata

@@ -83,7 +83,9 @@ def load(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer, training)
-    with same_outcome(model.checkpoint_backend, model.checkpoint_subject):
+    saved = model.checkpointed()
+    with same_outcome(saved.backend, saved.subject):
+        # A view of an optimizer may raise on some ranks only.
         states = states_of(model, optimizer, training)
     return load_states(path, model, states)
 
@@ -104,7 +106,8 @@ def load_states(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model)
-    backend = model.checkpoint_backend
+    saved = model.checkpointed()
+    backend = saved.backend
 
     def find() -> str | os.PathLike[str]:
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
@@ -113,7 +116,7 @@ def load_states(
         everyone = agree(
             backend,
             lambda: (path_text(find_single(path)) if is_first else "", list(states)),
-            model.checkpoint_subject,
+            saved.subject,
         )
         if any(names != everyone[0][1] for _, names in everyone):
             by_rank = "; ".join(", ".join(names) for _, names in everyone)
@@ -123,7 +126,7 @@ def load_states(
 
     def verify(reader: CheckpointReader) -> list[_Copy]:
         # All checks come before the first read, so that a refused load changes nothing.
-        parameters = model.checkpoint_parameters()
+        parameters = saved.parameters()
         kept = reader.not_saved(parameters)
         if kept and (backend is None or backend.rank == 0):
             _log.warning(
@@ -132,7 +135,7 @@ def load_states(
                 reader.path,
                 ", ".join(sorted(kept)),
             )
-        reader.require([e for e in parameters if e.name not in kept], model.checkpoint_dtype)
+        reader.require([e for e in parameters if e.name not in kept], saved.dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
         for state in states.values():
@@ -146,7 +149,7 @@ def load_states(
             _check_fits(reader, name, pieces)
         if "model" in states:
             with _using_metadata(reader, "model"):
-                model.check_metadata(reader.metadata["model"])
+                saved.check_metadata(reader.metadata["model"])
         return [
             (shared, values, array)
             for pieces in wanted.values()
@@ -179,6 +182,7 @@ def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+    # A forged file may have any JSON here. These are the errors of values of a wrong type.
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"the checkpoint {reader.path} has no metadata.{name} that {_ARTICLES[name]} can use: "
@@ -194,9 +198,9 @@ def _check_fits(reader: CheckpointReader, name: str, pieces: Mapping[str, Any]) 
     if not isinstance(reader.metadata.get(name), Mapping):
         raise CheckpointError(f"the checkpoint {reader.path} was saved without {_ARTICLES[name]}")
     # A kind is "parameters", which the model has, or "optimizer/..." or "training/...".
-    held = {k for k in reader.kinds if (k.split("/")[0] if "/" in k else "model") == name}
-    if held != set(pieces):
-        saved, wanted = (", ".join(sorted(kinds)) or "no arrays" for kinds in (held, pieces))
+    saved_kinds = {k for k in reader.kinds if (k.split("/")[0] if "/" in k else "model") == name}
+    if saved_kinds != set(pieces):
+        saved, wanted = (", ".join(sorted(kinds)) or "no arrays" for kinds in (saved_kinds, pieces))
         raise CheckpointError(
             f"the checkpoint {reader.path} holds {saved} of the {name} that was saved; the one "
             f"that is to be restored has {wanted}"
@@ -242,6 +246,7 @@ def newest_valid(
 
     def look() -> tuple[str, list[tuple[str, int, str]]]:
         opened.append(folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder))
+        # Only rank 0 lists the folder, which may change while another rank does.
         if rank != 0:
             return "", []
         listed = [(e.path.name, e.sequence, e.problem) for e in newest_first(opened[0])]
@@ -263,6 +268,7 @@ def newest_valid(
             return path
         refused.append(f"{path.name}: {', '.join(reasons)}")
         if sequence:
+            # Otherwise the folder would keep this checkpoint in place of one that can be read.
             checkpoints.refuse(sequence, reasons[0])
     if refused:
         raise CheckpointError(

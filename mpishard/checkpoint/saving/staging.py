@@ -67,6 +67,7 @@ class StagingBuffer:
         """
         self._require_own()
         runs = _runs(arrays)
+        # Each run begins at a cache line, because the fast copy needs aligned words.
         starts = [0, *accumulate(aligned(sum(a.nbytes for a in run)) for run in runs)]
         self._grow(starts.pop())
         self._is_lent = True

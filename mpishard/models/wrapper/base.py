@@ -7,7 +7,7 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -742,17 +742,17 @@ class ShardedModelBase(IShardedModel):
 
     # ---------------------------------------------------------------------------- files and bytes
 
-    @property
-    def _files(self) -> ModelFiles:
+    def checkpointed(self) -> ModelFiles:
+        """Return the model in the form that `mpishard.checkpoint` saves and loads."""
         # A new object for each call: a stored one would keep the parameters alive after close().
-        return ModelFiles(self.engine, self._wrapped_model)
+        return ModelFiles(self.engine, self._wrapped_model, self.strategy)
 
     def serialize(self) -> bytes:
         """Return named parameters in safetensors format, equal bytes on all ranks. Collective.
 
         The bytes also contain the choices of the plain model, such as its active features.
         """
-        return self._files.serialize()
+        return self.checkpointed().serialize()
 
     def deserialize(self, data: bytes) -> None:
         """Take bytes of `serialize` at any world size, or of the plain model. Collective.
@@ -763,10 +763,10 @@ class ShardedModelBase(IShardedModel):
             For other bytes, or those of another model, before anything is communicated; on every
             rank if the ranks were given different bytes. The model is unchanged then.
         """
-        # All is checked before parameters change: after an error the model is as it was.
-        vector, choices = self._files.unpacked(data)
+        files = self.checkpointed()
+        vector, choices = files.unpacked(data)
         self.set_parameters(vector)
-        self._files.take_choices(choices)
+        files.take_choices(choices)
 
     def save_model(self, path: PathLike) -> None:
         """Write the parameters to a checkpoint directory. Collective.
@@ -797,45 +797,6 @@ class ShardedModelBase(IShardedModel):
             If it is torn or of another model; the model is unchanged then.
         """
         checkpoint.load(path, self)
-
-    @property
-    def checkpoint_backend(self) -> CommunicationBackend:
-        """Every rank writes its part."""
-        return self.backend
-
-    @property
-    def checkpoint_subject(self) -> int:
-        """The model's number in collectives."""
-        return self.engine.layout.subject
-
-    @property
-    def checkpoint_dtype(self) -> DType:
-        """Dtype of the arrays in files."""
-        return self.dtype
-
-    def checkpoint_parameters(self) -> list[ParameterEntry]:
-        """Name, shape and start of each parameter, and whether it is trained now."""
-        return self._files.parameters()
-
-    def arrays_to_write(self) -> checkpoint.Pieces:
-        """The rank's own pieces; of replicas each rank writes one part."""
-        return self._files.arrays_to_write()
-
-    def arrays_to_read(self) -> checkpoint.Pieces:
-        """All that this rank holds."""
-        return self._files.arrays_to_read()
-
-    def checkpoint_metadata(self) -> Mapping[str, object]:
-        """Origin of the parameters and figures of their training, for checkpoints."""
-        return self._files.metadata(self.strategy)
-
-    def check_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Refuse choices that the plain model could not take."""
-        self._files.check_metadata(metadata)
-
-    def restored(self, metadata: Mapping[str, object]) -> None:
-        """Continue from a checkpoint whose parameters have been read."""
-        self._files.restored(metadata)
 
     # ---------------------------------------------------------------- members of the wrapped model
 

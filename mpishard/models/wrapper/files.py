@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from mpishard import checkpoint
 from mpishard.base import Array, Metadata, to_host
 from mpishard.checkpoint import (
@@ -25,7 +27,7 @@ from mpishard.checkpoint import (
     require_form,
     tensors_of,
 )
-from mpishard.communication import same_outcome
+from mpishard.communication import CommunicationBackend, same_outcome
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.leaves import NUMERICS
@@ -53,10 +55,28 @@ class ModelFiles:
         Holds the parameters.
     plain : object
         The wrapped model, which holds choices besides parameters, such as active features.
+    strategy : str
+        Name of the strategy, for the metadata of checkpoints.
     """
 
     engine: Engine
     plain: Any
+    strategy: str
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """All ranks, because each writes its part."""
+        return self.engine.world
+
+    @property
+    def subject(self) -> int:
+        """The model's number in collectives."""
+        return self.engine.layout.subject
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the arrays in files."""
+        return self.engine.layout.dtype
 
     def serialize(self) -> bytes:
         """Return the named parameters and the choices in safetensors format. Collective."""
@@ -101,10 +121,10 @@ class ModelFiles:
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
-    def metadata(self, strategy: str) -> Mapping[str, object]:
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Return the origin of the parameters and figures of their training."""
         origin = {
-            "strategy": strategy,
+            "strategy": self.strategy,
             "world_size": self.engine.world.world_size,
             "steps": self.engine.step_number,
             "training": asdict(self.engine.record),

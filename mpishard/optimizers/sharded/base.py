@@ -143,7 +143,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     @property
     def _subject(self) -> int:
         """The number of `model` in collectives."""
-        return 0 if self._state is None else self._state.model.checkpoint_subject
+        return 0 if self._state is None else self._state.model.engine.layout.subject
 
     @property
     def state(self) -> Mapping[str, Array]:

@@ -253,7 +253,7 @@ class ModelState(CheckpointState):
             self.checkpoint_metadata(),
             self._trained_entries,
             model.dtype,
-            model.checkpoint_subject,
+            model.engine.layout.subject,
         )
 
     def require_fit(self, saved: StateBytes) -> None:

@@ -165,7 +165,7 @@ class StateBytes:
                     {
                         kind: {
                             entry.name: reader.read_whole(kind, entry)
-                            for entry in reader.held(kind)
+                            for entry in reader.parameters_of(kind)
                         }
                         for kind in kinds
                     },
