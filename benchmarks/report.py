@@ -1,4 +1,4 @@
-"""What was measured, as a part of a page."""
+"""The measurements as a section of a page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

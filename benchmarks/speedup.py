@@ -113,7 +113,7 @@ class SpeedupBenchmark:
     def run(self, backend: CommunicationBackend) -> list[SpeedupResult]:
         """Measure all ways in turn, step by step, so that noise affects all alike. Collective.
 
-        While rank 0 steps alone the others sleep. Layers are dealt to stages by their measured
+        While rank 0 steps alone the others sleep. Layers are divided into stages by their measured
         time.
         """
         x, y = tokens(0, self.batch)

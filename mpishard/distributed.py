@@ -49,6 +49,7 @@ class DistributedStrategy(StrategySpellings, StrEnum):
     HYBRID = "hybrid"
 
 
+# By text and not by member, because `register_strategy` adds names.
 _CLASSES: dict[str, tuple[type[models.ShardedModelBase], type[optimizers.ShardedOptimizerBase]]] = {
     DistributedStrategy.DDP: (models.DDPModel, optimizers.DDPOptimizer),
     DistributedStrategy.ZERO1: (models.ZeRO1Model, optimizers.ZeRO1Optimizer),
@@ -78,6 +79,8 @@ STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
 """Options of `as_distributed` besides the strategy; other strategies take none."""
 
 
+# Type checkers learn that a wrapped optimizer is a ShardedOptimizerBase. The wrapper of a model
+# depends on the strategy.
 @overload
 def as_distributed(
     model_or_optimizer: optimizers.Optimizer,
@@ -156,6 +159,7 @@ or DistributedStrategy
             "as_distributed needs a model or optimizer, and a backend or configuration; got "
             f"{type(model_or_optimizer).__name__} and {type(backend_or_config).__name__}"
         )
+    # The two arguments in the wrong order, which other checks would report as a wrong backend.
     if isinstance(model_or_optimizer, CommunicationBackend | ShardingConfiguration):
         raise TypeError("as_distributed takes the model or optimizer first, then the backend")
     if not isinstance(backend_or_config, CommunicationBackend | ShardingConfiguration):
@@ -177,8 +181,10 @@ or DistributedStrategy
             "as_distributed wraps models and optimizers, got a "
             f"{type(model_or_optimizer).__name__}{hint}"
         )
+    # Before anything is made or communicated: a wrong name is refused alike on all ranks.
     kind = strategy_named(strategy)
     options = checked_options(kind, degrees)
+    # After the checks of name and options, which must be right even if nothing is wrapped.
     if kind == DistributedStrategy.NONE:
         return model_or_optimizer
     model_class, optimizer_class = _CLASSES[kind]
@@ -237,6 +243,7 @@ def register_strategy(
     >>> ms.run_in_threads(2, main)
     ['MyModel', 'MyModel']
     """
+    # Without "-" and "_", which `_strategy` removes from the names that users give.
     if not re.fullmatch(r"[a-z][a-z0-9]*", name):
         raise ValueError(f"a strategy's name is of lower-case letters and digits, got {name!r}")
     for given, base in (
@@ -258,6 +265,7 @@ def strategy_named(given: str | DistributedStrategy) -> str:
     name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
     known = [*map(str, _CLASSES), DistributedStrategy.NONE.value]
     if name not in known:
+        # Users give "1f1b" here, which is a schedule and belongs into an option.
         hint = about_schedule(str(given)) or nearest(name, known)
         raise ValueError(f"unknown strategy {given!r}; there are {', '.join(known)}{hint}")
     return name
@@ -267,6 +275,7 @@ def checked_options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options ``given``; refuse those that the strategy does not take."""
     options = dict(given)
     if "num_micro_batches" in options:
+        # The name that schedules and timelines have for the same number.
         count = options.pop("num_micro_batches")
         if options.setdefault("micro_batch_count", count) != count:
             raise ValueError(
@@ -351,6 +360,7 @@ def launch(
     if backend in ("mpi", "nccl") or (backend == "auto" and is_launched()):
         own = init("nccl" if backend == "nccl" else "mpi", on_failure=on_failure)
         return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]
+    # Under a launcher each process would train alone, and all would write the same files.
     refuse_worlds_of_one()
     timeout = settings.thread_timeout()
     if on_failure == "abort":
@@ -358,6 +368,7 @@ def launch(
     ends: Sequence[tuple[int, T] | None] = run_in_threads(
         world_size or 1, _go_on, main, args, timeout=timeout, on_failure="shrink"
     )
+    # A rank that was lost has no end. The others were numbered again, from 0.
     return dict(end for end in ends if end is not None)[0]
 
 
@@ -366,12 +377,14 @@ def _go_on(
 ) -> tuple[int, T]:
     """Run ``main`` to its end, anew each time ranks are lost; return the last rank, the result."""
     while True:
+        # For `optimize`, which warns if a program that begins again could not resume.
         backend._begins_again = True
         try:
             result = main(backend, *args)
             if backend.is_initialized:
                 # A rank that has finished waits here, and begins again if another one is lost.
                 backend.barrier()
+        # Not other errors of communication, after which the ranks that remain are not known.
         except PeerError:
             backend = backend.shrink()
         else:

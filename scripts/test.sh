@@ -126,7 +126,7 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Tests are dealt one by one, because jobs take unequal times; the long ones come first.
+# Tests are handed out one by one, because jobs take unequal times; the long ones come first.
 spawned() {
     OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxschedchunk 1 -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}

@@ -10,7 +10,7 @@ usage: scripts/test_gpu.sh [--packages FOLDER | --python PYTHON] [pytest argumen
 Makes .venv (the first time only), with the CuPy that fits the driver, and runs on the GPUs of this
 machine the tests that scripts/test.sh runs with a substitute for CuPy, and more:
 
-    memory     pytest: one process, thread-ranks, dealt over the GPUs
+    memory     pytest: one process, thread-ranks, spread over the GPUs
     mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
 
 --packages FOLDER  installs from the wheels in FOLDER, setuptools among them, and downloads nothing

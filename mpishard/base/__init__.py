@@ -2,7 +2,7 @@
 
 Begin with ``errors.py``, the tree of exceptions, and ``arrays.py``, one path for NumPy and CuPy.
 ``settings.py`` has every environment variable; ``arguments.py`` checks users' arguments;
-``layout.py`` deals ranges to ranks; ``logs.py`` writes for all ranks. ``devices.py`` and
+``layout.py`` divides ranges among ranks; ``logs.py`` writes for all ranks. ``devices.py`` and
 ``kernels.py`` know GPUs, ``blas.py``, ``compilation.py``, ``bfloat16.py`` and ``onednn.py`` how a
 processor multiplies.
 

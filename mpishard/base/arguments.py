@@ -21,13 +21,13 @@ Metadata: TypeAlias = Mapping[str, Any]
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: object) -> float:
     """Return ``value``, a real number or an array of no dims, as a float.
 
     Raises
     ------
     TypeError
-        Naming the argument, if it is no number; a bool is none.
+        If it is not a number; a bool is refused, too. The message names the argument.
     """
     number = _without_dims(value)
     if isinstance(number, bool) or not isinstance(number, Real):
@@ -43,7 +43,7 @@ def as_positive(name: str, value: Any) -> float:
     TypeError
         As `as_number`.
     ValueError
-        Naming the argument, if it is another number.
+        If it is another number. The message names the argument.
     """
     # NaN fails every comparison, and so it is refused, too.
     if not 0 < as_number(name, value) < float("inf"):
@@ -57,7 +57,7 @@ def as_integer(name: str, value: object) -> int:
     Raises
     ------
     TypeError
-        Naming the argument, if it is no integer. A bool is refused, too.
+        If it is not an integer; a bool is refused, too. The message names the argument.
     """
     # NumPy's integers are Integral as well. A bool is, too, and would count as 0 or 1.
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -73,7 +73,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     TypeError
         As `as_integer`.
     ValueError
-        Naming the argument, if it is smaller.
+        If it is smaller. The message names the argument.
     """
     if as_integer(name, value) < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")
@@ -89,7 +89,7 @@ def as_index(name: str, value: Any, bound: int) -> int:
     TypeError
         As `as_integer`.
     ValueError
-        Naming the argument and the range, if it is outside.
+        If it is outside. The message names the argument and the range.
     """
     if not 0 <= as_integer(name, value) < bound:
         raise ValueError(f"{name} {value} is outside [0, {bound})")
@@ -104,14 +104,14 @@ def as_amount(name: str, value: Any) -> float:
     TypeError
         As `as_number`.
     ValueError
-        Naming the argument, if it is another number.
+        If it is another number. The message names the argument.
     """
     if not 0 <= as_number(name, value) < math.inf:
         raise ValueError(f"{name} must be 0 or more and finite, got {value}")
     return float(value)
 
 
-def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
+def as_loss(value: Any, owner: object, kind: str = "mean") -> float:
     """Return ``value``, a loss that a function of ``owner`` has returned, as a float.
 
     An array of one element is accepted, also of JAX or PyTorch. ``kind`` is "mean" or "sum", over
@@ -120,9 +120,9 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     Raises
     ------
     ValueError
-        Naming the owner, for an array of several elements.
+        For an array of several elements. The message names the owner.
     TypeError
-        Naming the owner, for anything else that is no real number.
+        For any other object that is not a real number. The message names the owner.
     """
     # By attributes, because JAX and PyTorch need not be installed.
     if math.prod(getattr(value, "shape", ())) != 1:
@@ -150,7 +150,7 @@ def as_flag(name: str, value: object) -> bool:
     Raises
     ------
     TypeError
-        Naming the argument, if it is neither True nor False.
+        If it is neither True nor False. The message names the argument.
     """
     flag = _without_dims(value)
     if not isinstance(flag, bool):
@@ -158,25 +158,26 @@ def as_flag(name: str, value: object) -> bool:
     return flag
 
 
-def _without_dims(value: Any) -> Any:
+def _without_dims(value: Any) -> object:
     """Return the element of an array of no dims, such as the sum of an array, as a scalar."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def require_type(name: str, value: Any, *kinds: type) -> None:
+def require_type(name: str, value: object, *kinds: type) -> None:
     """Refuse a value that is of none of these types.
 
     Raises
     ------
     TypeError
-        Naming the argument, the types, and the type of the value.
+        The message names the argument, the types, and the type of the value.
     """
     if not isinstance(value, kinds):
         known = " or ".join(kind.__name__ for kind in kinds)
         article = "an" if known[0] in "AEIOU" else "a"
+        got = type(value).__name__
         # A frequent mistake is to pass SGD for SGD().
-        is_class = isinstance(value, type)
-        got = f"the class {value.__name__}" if is_class else type(value).__name__
+        if isinstance(value, type):
+            got = f"the class {value.__name__}"
         raise TypeError(f"{name} must be {article} {known}, got {got}")
 
 
@@ -189,12 +190,12 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def require_attribute(owner: object, name: str, known: Iterable[str]) -> None:
-    """Refuse to set ``name``, which nothing would read, unless it is private or one of ``known``.
+    """Refuse to set an attribute that nothing reads: neither private nor one of ``known``.
 
     Raises
     ------
     AttributeError
-        With the nearest known name.
+        The message names the nearest known name.
     """
     if not name.startswith("_") and name not in known:
         raise AttributeError(f"{type(owner).__name__} has no {name}{nearest(name, known)}")
@@ -239,7 +240,7 @@ def optional_package(name: str, user: str, extra: str) -> Any:
     Raises
     ------
     ImportError
-        Naming ``user``, which needs the package, and the extra.
+        The message names ``user``, which needs the package, and the extra.
     """
     try:
         return importlib.import_module(name)
@@ -256,7 +257,7 @@ def take_plain_fields(record: Any) -> None:
     Raises
     ------
     TypeError
-        Naming the first field with a value that is not of its type: float, int or bool.
+        If a value is not of its field's type: float, int or bool. The message names the field.
     """
     for field in fields(record):
         # This package defers annotations, so that a field's type is its text.
@@ -335,7 +336,7 @@ def check_divides(name: str, number: int, of: str, whole: int) -> None:
     Raises
     ------
     ValueError
-        With both names, the quotient and the remainder.
+        The message has both names, the quotient and the remainder.
     """
     if whole % number:
         raise ValueError(
@@ -350,7 +351,7 @@ def check_sizes(owner: str, **sizes: object) -> None:
     Raises
     ------
     ValueError
-        Naming ``owner`` and all of its sizes.
+        The message names ``owner`` and all of its sizes.
     """
     if not all(is_size(size) for size in sizes.values()):
         got = ", ".join(f"{name}={size!r}" for name, size in sizes.items())

@@ -104,8 +104,8 @@ class _Namespaces(dict[type, Namespace]):
             namespace: Namespace = cupy
             return namespace
         is_sparse = hasattr(kind, "tocsr")  # as the matrices of SciPy
-        mend = "; pass its rows as x.toarray(), or train on it by optimize" if is_sparse else ""
-        raise TypeError(f"expected a NumPy or CuPy array, got {kind.__qualname__}{mend}")
+        fix = "; pass its rows as x.toarray(), or train on it by optimize" if is_sparse else ""
+        raise TypeError(f"expected a NumPy or CuPy array, got {kind.__qualname__}{fix}")
 
 
 # Only NumPy's array is an entry. CuPy is looked up each time, as it is imported later or never.
@@ -146,10 +146,10 @@ def require_plain(array: object) -> None:
 def _require_plain_type(kind: type) -> None:
     if not issubclass(kind, np.ndarray) or issubclass(kind, np.memmap):
         return
-    mend = "; pass numpy.asarray(array)"
+    fix = "; pass numpy.asarray(array)"
     if issubclass(kind, np.ma.MaskedArray):
-        mend = ", whose mask would be lost; pass array.filled(value)"
-    raise TypeError(f"expected a plain NumPy array, got a {kind.__qualname__}{mend}")
+        fix = ", whose mask would be lost; pass array.filled(value)"
+    raise TypeError(f"expected a plain NumPy array, got a {kind.__qualname__}{fix}")
 
 
 def as_array(value: Any) -> Any:
@@ -248,7 +248,7 @@ def is_own(array: Array) -> bool:
 
 
 def beside(array: Array, other: Array) -> Array:
-    """Return ``array``, or a copy, where ``other`` lies: on the host or on the current GPU."""
+    """Return ``array`` itself, or a copy of it in the memory of ``other``: host or current GPU."""
     if not _is_of_cupy(other):
         return to_host(array)
     xp = NAMESPACES[type(other)]

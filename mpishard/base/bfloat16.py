@@ -67,7 +67,7 @@ def widened(values: Array) -> Array:
 
 
 # Layers compute bfloat16 chunk by chunk: from `wide` operands into `scratch`, which `store` rounds
-# into place. In every other dtype these are the operands and places themselves, without a copy.
+# into the result. In every other dtype these are operands and result themselves, without a copy.
 
 
 def wide_dtype(array: Array) -> DType:
@@ -80,15 +80,15 @@ def wide(array: Array) -> Array:
     return widened(array) if is_bfloat16(array) else array
 
 
-def scratch(place: Array) -> Array:
-    """Return the array in which to compute ``place``: itself, or a new float32 for bfloat16."""
-    return np.empty(place.shape, np.float32) if is_bfloat16(place) else place
+def scratch(out: Array) -> Array:
+    """Return the array in which to compute ``out``: itself, or a new float32 for bfloat16."""
+    return np.empty(out.shape, np.float32) if is_bfloat16(out) else out
 
 
-def store(place: Array, values: Array) -> None:
-    """Round ``values``, computed in the `scratch` or `wide` array of ``place``, into ``place``."""
-    if is_bfloat16(place):
-        round_into(place, values)
+def store(out: Array, values: Array) -> None:
+    """Round ``values``, computed in the `scratch` or `wide` array of ``out``, into ``out``."""
+    if is_bfloat16(out):
+        round_into(out, values)
 
 
 def _round(values: Any, out: Any) -> None:

@@ -11,7 +11,6 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import Any
 
 from mpishard.base import settings
 
@@ -60,7 +59,7 @@ def compile_loop(
     function.__module__, function.__qualname__ = loop.__module__, name
     # Thread-ranks compute at the same time, without the lock. By NumPy's error model x / 0 is
     # infinite and raises nothing, so that loops vectorize.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, object] = {"nogil": True, "error_model": "numpy"}
     if sums_in_lanes:
         # No other flag of fastmath: the compiler could then assume that there is no NaN or
         # infinity.

@@ -101,7 +101,7 @@ class PeerError(CommunicationError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # The error may be sent to another process, and pickle would call ``cls(message)`` only.
         return type(self), (str(self), self.rank), self.__dict__
 
@@ -199,7 +199,7 @@ class Preempted(SystemExit):
         return self.message
 
     # As above: pickle would pass the exit code as the message.
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.message, self.step, self.code)
 
 

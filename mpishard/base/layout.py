@@ -1,4 +1,4 @@
-"""Ranges of consecutive elements, one for each rank."""
+"""Division of consecutive elements into one range for each rank."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """A batch, cut into leaves that are dealt to the ranks in turn.
+    """A batch, cut into leaves that are assigned to the ranks in turn.
 
     ``ShardLayout(samples, leaves)`` cuts the batch, whatever the number of ranks. With P ranks,
-    rank r has the leaves r, r + P, r + 2P, .. . So the ranks' n-th leaves together are P adjacent
-    ones: a whole subtree of the tree in which all leaves are summed. If P does not divide the
-    leaves, they are dealt to the largest power of two of ranks. The other ranks then have as many
-    leaves without samples.
+    rank r has the leaves r, r + P, r + 2P, .. . So the n-th leaves of all ranks are P adjacent
+    leaves: a whole subtree of the tree in which all leaves are summed. If P does not divide the
+    number of leaves, only the first ranks have samples, as many as the largest power of two. The
+    other ranks have the same number of leaves, without samples.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class LeafLayout:
         ShardLayout(self.samples, self.world_size)  # refuses numbers below 0 or 1
         if self.leaves < 1 or self.leaves % self.computing:
             raise ValueError(
-                f"{self.leaves} leaves cannot be dealt evenly to {self.world_size} ranks"
+                f"{self.leaves} leaves cannot be divided evenly among {self.world_size} ranks"
             )
 
     @property

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -61,7 +60,7 @@ def library() -> Library | None:
         return None
     if given != "auto":
         return Library(given)
-    for path in _places():
+    for path in _candidate_paths():
         try:
             return Library(path)
         # A library that is found may be of another version. Only one that the user names is an
@@ -80,7 +79,7 @@ def reason_for_none() -> str:
     return "no oneDNN library was found: pip install 'mpishard[bf16]'"
 
 
-def _places() -> Iterator[str]:
+def _candidate_paths() -> Iterator[str]:
     """Yield paths at which a library may lie: of the wheel, of conda, of the system."""
     # Imported here, because each takes longer than this module, and few programs need them.
     import ctypes.util
@@ -152,7 +151,7 @@ class Library:
             If a call of oneDNN fails, with its status.
         """
         arrays = [a, b, out] if bias is None else [a, b, out, bias]
-        primitives: dict[Any, _Product] | None = getattr(self._threads, "primitives", None)
+        primitives: dict[object, _Product] | None = getattr(self._threads, "primitives", None)
         if primitives is None:
             # One thread for each product, because other ranks use the other cores. OpenMP keeps
             # this limit for each calling thread.

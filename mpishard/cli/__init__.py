@@ -85,7 +85,9 @@ app = typer.Typer(
     cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
+    # Tracebacks in Python's own form, which users can search for and send.
     pretty_exceptions_enable=False,
+    # Without rich's frames: users copy paths and commands from help and errors.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

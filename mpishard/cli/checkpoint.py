@@ -57,6 +57,7 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
         if entries:
             listed = []
             for entry in entries:
+                # lexists, because a manifest that is a broken link is damaged, and not missing.
                 has_manifest = os.path.lexists(entry.path / MANIFEST)
                 listed.append(
                     {
@@ -77,6 +78,7 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
             report = describe(path)
             model = report.metadata.get("model") or {}
             form = {"steps?": COUNT, "strategy?": TEXT, "world_size?": COUNT}
+            # Any program may write metadata: wrong types must not end in a traceback.
             require_form(model, form, f"{report.path / MANIFEST}: metadata.model")
             found = {
                 "path": str(report.path),
@@ -91,6 +93,7 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
                 "metadata": dict(report.metadata),
             }
     if as_json:
+        # RFC 8259 has no NaN and no infinity, which the metadata of a run may have.
         typer.echo(json.dumps(spelled(found), indent=1, allow_nan=False))
     elif entries:
         _print_folder(found)
@@ -117,6 +120,7 @@ def check(
         others = [entry.path for entry in entries]
         if entries and not every:
             latest = _latest(path)
+            # After an interrupted save `latest` may name an older one: users can load either.
             chosen = [o for o in others if o == others[0] or _is_named(o.name, latest)]
         else:
             chosen = others or [find_checkpoint(path)]
@@ -128,6 +132,7 @@ def check(
             them = counted(len(chosen), "checkpoint")
             say("checkpoint", f"{len(wrong)} of {them} cannot be trusted")
         if entries:
+            # Older ones are read only now, and until one is whole, because each may take minutes.
             whole = next(
                 (o for o in others if o not in wrong and (o in chosen or not _read(o))), None
             )
@@ -182,6 +187,7 @@ def convert(
     files that it names.
     """
     with refusing("checkpoint"):
+        # Before the source is opened, so that a wrong size is refused by the name of its flag.
         with refusing("checkpoint", "--max-shard-size: "):
             limit = parse_bytes(max_shard_size)
         with _bar(f"writing {Path(target).name}") as progress:
@@ -219,6 +225,7 @@ def _is_whole(path: Path) -> bool:
         return True
     typer.echo(f"{path} is damaged:")
     for problem in problems:
+        # A damaged block may hold parts of hundreds of tensors.
         more = len(problem.tensors) - _LISTED
         words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
         typer.echo(
@@ -242,6 +249,7 @@ def _files_of(directory: Path) -> list[Path]:
 
 def _time_of(directory: Path) -> str:
     """Return the local time at which the directory's newest file was written."""
+    # The folder's own time also changes when a file in it is removed or renamed.
     newest = max((file.stat().st_mtime for file in _files_of(directory)), default=0.0)
     return datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
 
@@ -268,6 +276,7 @@ def _print_folder(found: Mapping[str, Any]) -> None:
     left = [Column(name, no_wrap=True) for name in ("checkpoint", "saved", "state")]
     right = [Column(name, justify="right") for name in ("step", "size")]
     _show(f"{found['folder']}, the newest first", (left[0], *right, *left[1:]), rows)
+    # `inspect` reads no tensors: the table must not sound as if it had verified them.
     typer.echo("whole: manifest and lengths fit; `mpishard checkpoint check` reads every byte")
     for entry in found["checkpoints"]:
         if entry["problem"]:
@@ -299,11 +308,12 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
     )
     typer.echo("metadata, in full with --json:")
     for key, value in found["metadata"].items():
+        # Empty entries are those of features that the run did not use.
         if value:
             typer.echo(f"  {key}: {json.dumps(_shortened(value))}")
 
 
-def _shortened(value: object) -> Any:
+def _shortened(value: object) -> object:
     """Return JSON in which the length replaces a long list or text."""
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}
@@ -325,6 +335,7 @@ def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
+    # The bar goes to stderr, so that stdout can be piped to another program.
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -16,6 +16,7 @@ _NO_LIMIT = 2**60  # version 1 of control groups has no word for "none", but the
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
+    # Launchers and containers bind processes to some cores; cpu_count() would return all.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -24,6 +25,7 @@ def usable_cores() -> int:
 def core_quota(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> float | None:
     """Return how many cores' time control groups give this process; None if there is no limit."""
     quotas = []
+    # Each group up to the root may have a quota, and the smallest one holds.
     for folder in _control_groups("cpu", groups, own):
         text = _read(folder / "cpu.max").split()  # version 2
         if not text:  # version 1
@@ -39,6 +41,7 @@ def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[
     if "MemTotal" not in facts or "MemAvailable" not in facts:  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
     total, free = facts["MemTotal"], facts["MemAvailable"]
+    # /proc/meminfo shows the memory of the host, even inside a container.
     for folder in _control_groups("memory", groups, own):
         for limit, used in (
             ("memory.max", "memory.current"),  # version 2
@@ -95,6 +98,7 @@ def _control_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
             continue
+        # Version 1 has a tree for each controller. Version 2 has one tree, and names none.
         root = groups / controller if names else groups
         inside = Path(path.lstrip("/"))
         for part in (inside, *inside.parents):

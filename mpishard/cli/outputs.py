@@ -16,6 +16,7 @@ def check_output(command: str, flag: str, path: Path | None) -> None:
     """Refuse a file that cannot be written. Its folder may be missing: it is made later."""
     if path is None:
         return
+    # The first parent that exists: the others are made when the result is written.
     folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if path.is_dir():
         refuse(command, f"{flag}: {path} is a folder: give the name of a file")

@@ -80,6 +80,7 @@ def schedule(
     Each of the V stages of a rank takes 1/V of its times. All times have the same unit.
     """
     with refusing("plan"):
+        # Before the simulations, whose result could not be drawn.
         _check(output, forward, backward_input, backward_weight, communication)
         schedules = _schedules(schedule, virtual_stages, stages, micro_batches)
         timelines = []
@@ -95,6 +96,7 @@ def schedule(
             plot_timelines(output, timelines)
         say("plan", f"wrote {output}")
     if as_json:
+        # Also the spans of each rank, so that other programs can draw them.
         rows = [
             {
                 "schedule": timeline.schedule_name,
@@ -123,6 +125,7 @@ def _check(output: Path | None, *times: float) -> None:
     for flag, value in zip(flags, times, strict=True):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{flag} must be 0 or more and finite, got {value:g}")
+    # Fractions of the makespan are not defined if it is 0.
     if not any(times):
         raise ValueError(f"{', '.join(flags[:-1])} and {flags[-1]} are all 0: one must take time")
     if output is not None and not output.parent.is_dir():
@@ -135,6 +138,7 @@ def _schedules(
 ) -> list[RuleSchedule]:
     """Return the schedule of that name, or all. Refuse too many operations."""
     schedules = [
+        # Among all schedules V is for the looped ones. One that was named alone refuses it.
         schedule_by_name(each, virtual_stages if each in _LOOPED or name != _ALL else None)
         for each in (SCHEDULE_NAMES if name == _ALL else (name,))
     ]
@@ -185,10 +189,12 @@ def _show_charts(timelines: Sequence[Timeline], *, is_drawn: bool) -> None:
     for name, chart in charts.items():
         if chart is not None:
             typer.echo(f"\n{name}\n{chart}")
+    # A chart that is folded could not be read, so it is left out and named.
     wider = [name for name, chart in charts.items() if chart is None]
     if wider and not is_drawn:
         typer.echo(f"\nWider than {width} columns: {', '.join(wider)}.")
         typer.echo("--output FILE.png draws all.")
+    # The letters need an explanation only if a chart was printed.
     if len(wider) < len(charts):
         typer.echo(
             "\nF forward, B backward or its input's half, W the parameters' half;\n"
@@ -200,5 +206,6 @@ def _peak(peaks: Sequence[float]) -> str:
     if len(set(peaks)) == 1:
         return f"{peaks[0]:.4g}"
     if len(peaks) > _MANY_RANKS:
+        # The largest peak decides whether the run fits into the memory of a rank.
         return f"<= {max(peaks):.4g}"
     return " ".join(f"{peak:.4g}" for peak in peaks)

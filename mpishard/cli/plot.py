@@ -45,6 +45,7 @@ def plot(
     for run in runs:
         if not run.exists():
             refuse("plot", f"there is no {run}")
+        # Refused here, and not by the reader, to name the option that writes such a file.
         file = run / "metrics.jsonl"
         if run.is_dir() and not file.exists():
             refuse("plot", f"there is no {file}; a run writes its losses there with metrics={file}")
@@ -63,6 +64,7 @@ def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
         for (_, curves), points in zip(panels, losses_of(run), strict=True):
             if points:
                 steps, losses = np.array(points, np.float64).T
+                # Losses of single steps would hide the other runs; validations are few.
                 if curves is panels[0][1]:
                     losses = moving_mean(losses, max(1, len(steps) // 50))
                 curves.append(Curve(_name(run), steps.tolist(), losses.tolist()))
@@ -72,6 +74,7 @@ def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
             "step",
             f"loss [{unit}]" if unit else "loss",
             curves,
+            # Linear, and close to the values, because runs that are compared differ little.
             logarithmic="",
             close=True,
         )

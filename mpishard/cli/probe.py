@@ -43,6 +43,7 @@ class Answer:
     @property
     def found(self) -> Any:
         """The answer that the program printed; None if it ended before."""
+        # Libraries print to the same stream. The last answer counts: a program may give two.
         lines = [line for line in self.out.splitlines() if line.startswith(_MARK)]
         return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 
@@ -51,11 +52,12 @@ class Answer:
         """Reason of the failure, in one line."""
         if self.code is None:
             return f"it did not end within {self.limit:g} s"
-        said = [line.strip() for line in (self.err or self.out).splitlines()]
-        said = [line for line in said if any(letter.isalnum() for letter in line)]
+        lines = [line.strip() for line in (self.err or self.out).splitlines()]
+        # Launchers draw frames of other characters around their messages.
+        lines = [line for line in lines if any(letter.isalnum() for letter in line)]
         if self.code < 0:
             return f"signal {-self.code} ({signal.strsignal(-self.code)}) ended it"
-        return said[-1] if said else f"it ended with exit code {self.code}"
+        return lines[-1] if lines else f"it ended with exit code {self.code}"
 
 
 def answer_line(found: object) -> str:
@@ -73,6 +75,7 @@ def ask(
     OSError
         If it cannot be started.
     """
+    # With the variables of a running job, a program could join that job as one of its ranks.
     wanted: dict[str, str | None] = {**settings.outside_launcher(), **(variables or {})}
     environment = {name: value for name, value in wanted.items() if value is not None}
     (answer,) = ask_all([command], limit, environment)
@@ -94,23 +97,25 @@ def ask_all(
     """
     started: dict[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]] = {}
     codes: dict[subprocess.Popen[bytes], int] = {}
-    with ExitStack() as held:
+    with ExitStack() as files:
         try:
             for command in commands:
                 # Files and not pipes: a child that a program leaves behind would hold a pipe open.
-                out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
                 program = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
                     env=environment,
+                    # A session of its own, so that a signal reaches all that it starts, and not us.
                     start_new_session=True,
                 )
                 started[program] = out, err
             end = time.monotonic() + limit
             for program in started:
                 while program.poll() is None and time.monotonic() < end and not is_over():
+                    # In short waits, because `is_over` may become true meanwhile.
                     with suppress(subprocess.TimeoutExpired):
                         program.wait(_GLANCE_SECONDS)
             codes |= {p: p.returncode for p in started if p.poll() is not None}
@@ -122,6 +127,7 @@ def ask_all(
                 with suppress(subprocess.TimeoutExpired):
                     program.wait(_GRACE_SECONDS)
         finally:
+            # Also after an exception such as Ctrl-C: no program outlives the call.
             for program in started.keys() - codes.keys():
                 _signal(program, signal.SIGKILL)
                 program.wait()

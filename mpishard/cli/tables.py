@@ -18,12 +18,14 @@ _USUAL = 80
 def screen_width() -> int:
     """Return the columns of the user's terminal, 80 or more; 80 without a terminal."""
     console = Console()
+    # Under `mpishard run` stdout is a pipe, and the launcher passes on the width of its terminal.
     columns = settings.terminal_columns()
     return max(columns or (console.width if console.is_terminal else _USUAL), _USUAL)
 
 
 def show(table: Table) -> None:
     """Print a table that fits the user's terminal. Wider cells are folded."""
+    # Without highlights, because rich would colour the numbers inside names and paths.
     Console(width=screen_width(), highlight=False).print(table)
 
 
@@ -44,6 +46,7 @@ def figures_table(
         if column in words:
             table.add_column(column, no_wrap=True)
         else:
+            # A figure that is cut off would be wrong; one that is folded can still be read.
             table.add_column(column, justify="right", overflow="fold")
     return table
 

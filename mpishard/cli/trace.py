@@ -15,7 +15,7 @@ from mpishard.cli.run.command import (
     RanksOption,
     ScriptArgument,
 )
-from mpishard.cli.run.job import Job
+from mpishard.cli.run.job import RunJob
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, given_path, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
@@ -54,9 +54,12 @@ def run(
 
     The exit code is that of the script. The traces of a failed job are merged, too.
     """
+    # Ranks get the absolute path, because a script may change its working directory. Messages
+    # show the user's own.
     made = given_path("trace run", "--output", output)
     folder = made.absolute()
-    job = Job(
+    # Before the folder is emptied: a job that is refused must keep the older trace.
+    job = RunJob(
         "trace run",
         [script, *context.args],
         ranks,
@@ -144,6 +147,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     words = [f"{who} on {counted(nodes, 'node')}, {until / 1e6:.3f} s"]
     if not math.isnan(found.step_seconds):
         words.append(f"a step takes {milliseconds(found.step_seconds)} (median)")
+    # Only pipelines have passes; without any the bubble is NaN.
     if not math.isnan(found.bubble):
         words.append(f"bubble of its passes {found.bubble:.1%} (median)")
     if found.uncertainty:
@@ -151,6 +155,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     typer.echo("; ".join(words))
     table = figures_table("What the ranks' steps are made of", _OF_RANKS)
     for rank in found.ranks:
+        # A rank without events has 0 seconds, and shares of 0 %.
         whole = rank.seconds or 1.0
         shares = (rank.computing, rank.waiting, rank.idle, rank.in_flight)
         table.add_row(
@@ -175,4 +180,5 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
             milliseconds(call.median_wait),
         )
     show(table)
+    # Below the tables, because a trace that ends early explains odd figures in them.
     _print_notes(recorded)

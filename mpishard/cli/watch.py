@@ -65,9 +65,11 @@ def watch(
         refuse("watch", f"--logs {logs} is not a folder")
     state = RunState(run, folder)
     try:
+        # The page shows paths and host names, so it is served to this machine alone.
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Page, state, Lock()))
     except OSError as error:
         refuse("watch", f"port {port} of 127.0.0.1: {error.strerror}; choose another --port, or 0")
+    # Otherwise Ctrl-C would wait for browsers that keep their connections open.
     server.daemon_threads = True
     if not run.exists():
         there = [p.name for p in run.parent.iterdir()] if run.parent.is_dir() else []
@@ -103,6 +105,7 @@ class _Page(BaseHTTPRequestHandler):
         elif self.path == "/":
             self._send("text/html; charset=utf-8", (files(__package__) / "watch.html").read_bytes())
         elif self.path == "/state":
+            # Each request has a thread of its own, and two must not take the same new lines.
             with self._lock:
                 state = self._state.now()
             self._send("application/json", json.dumps(state).encode())
@@ -183,6 +186,7 @@ class _Curves:
         except FileNotFoundError:
             about = None
         self.modified = None if about is None else about.st_mtime
+        # A resumed run replaces the file by one without the repeated steps: another inode.
         identity = (0, 0) if about is None else (about.st_dev, about.st_ino)
         if about is None or identity != self._file or about.st_size < self._read:
             self._begin(identity)
@@ -204,6 +208,7 @@ class _Curves:
             for columns, figure in ((self._steps, "loss"), (self._tests, "validation_loss")):
                 if figure in row:
                     for name, column in columns.items():
+                        # A loss that was not finite is null, and some rows have no memory.
                         value = row.get(name)
                         column.append(value if isinstance(value, int | float) else math.nan)
         self._read += len(lines)
@@ -258,6 +263,7 @@ class RunState:
         error = ""
         try:
             self._curves.look()
+        # The page shows the reason. A damaged line must not hide the state of the ranks.
         except (OSError, ValueError) as failure:
             error = str(failure)
         modified = self._curves.modified
@@ -265,8 +271,10 @@ class RunState:
         ended: Document | None = None
         with suppress(OSError, ValueError):  # the job runs, or the file is being written
             ended = json.loads((folder / ENDED).read_text(encoding="utf-8"))
+        # A job that has ended left this summary, and its status pages are gone.
         records = [] if ended else records_in(folder / CALLS)
         if not ended and not records:
+            # Under plain mpiexec there is no --log-dir: the metrics file leads to the pages.
             records = records_at(pages_beside(self._curves.path))
         # A process has a record for each of its worlds; the newest has its present state.
         records = [log.newest for log in RankLogs.of_job(records).values()]
@@ -297,11 +305,13 @@ class RunState:
         if now - self._measured < _MEMORY_SECONDS or not here:
             return
         self._measured = now
+        # The kernel walks all pages of a process for this, so not for each request.
         self._of_ranks = {pid: proportional_memory(pid) or 0 for pid in here}
         self._memory = [*self._memory, (time.time(), sum(self._of_ranks.values()))][-_MEMORY_KEPT:]
 
     def _rank(self, record: RankRecord, others_wait: bool) -> Document:
         kind, last = _kind(record), record.last
+        # A rank that computes is worth a word only while others wait for it.
         kind = "late" if others_wait and kind == "runs" else kind
         call = record.waits or last
         state = _WORDS[kind]
@@ -339,6 +349,7 @@ def _curve(x: Array, y: Array) -> list[list[float]]:
 
 def _thinned(points: Array) -> list[list[float]]:
     if len(points) > _POINTS:
+        # Means, and not every n-th value, which would show noise and lose a rise between.
         buckets = np.array_split(points, _POINTS)
         points = np.array([(bucket[-1, 0], bucket[:, 1].mean()) for bucket in buckets])
     thinned: list[list[float]] = points.tolist()

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
 from mpishard.base import nearest, settings
 
+# KB is decimal and KIB binary (IEC 80000-13). In upper case, because any case is accepted.
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -41,6 +42,7 @@ def counted(number: int, noun: str) -> str:
 
 def bytes_text(nbytes: int | None) -> str:
     """Return a number of bytes as text: exact below 1 KiB, then in KiB, MiB or GiB."""
+    # A figure that was not measured has an empty cell.
     if nbytes is None:
         return ""
     amount, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB"))
@@ -105,6 +107,7 @@ def refusing(
     """
     try:
         yield
+    # A subclass of OSError, which would be refused like the others.
     except BrokenPipeError:
         raise
     except errors as error:
@@ -113,21 +116,25 @@ def refusing(
 
 def check_start(command: str, advice: str, *, starts_ranks: bool = True) -> None:
     """Refuse MPISHARD_ variables that ranks refuse, and to start ranks in one of another job."""
+    # Here, so that one line names the variable, and not a traceback of each rank.
     with refusing(command):
         settings.check()
+    # An mpiexec that a rank starts would fail, or add its ranks to the job that runs.
     variable = settings.launcher_variable()
     if starts_ranks and variable is not None:
         refuse(command, f"this process is a rank already ({variable} is set): {advice}")
 
 
-def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> Any:
+def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> object:
     """Return an option that takes one of ``names``, in any case, or several if it is a list.
 
     The names stand for ``{}`` in ``help_text``.
     """
+    # Not a Literal: the names come from tables of other rooms, any case is accepted, and the
+    # refusal names the nearest one.
     known = list(names)
 
-    def check(option: typer.CallbackParam, given: Any) -> Any:
+    def check(option: typer.CallbackParam, given: str | list[str] | None) -> str | list[str] | None:
         """Return what was given in lower case; refuse other names."""
         if given is None:
             return None

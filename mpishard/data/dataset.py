@@ -95,7 +95,6 @@ class TokenWindows:
         last = len(tokens) - 1 + offset
         # A view: the windows overlap, and would take context_length times the memory.
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
-        # A view: copies of overlapping windows would take context_length times the memory.
         self._windows = view[::stride]
 
     def __len__(self) -> int:
@@ -160,7 +159,6 @@ class Samples:
         def measure(name: str, leaf: object) -> None:
             lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
 
-        # All leaves are checked before any sample is read.
         map_tree(measure, tree)
         if not lengths:
             raise TypeError(f"Samples need an array, or several in a dict or a tuple; got {tree!r}")

@@ -348,7 +348,6 @@ class LocalBatchSampler:
         # Until the last rank has used up its samples; with drop_last, until the first one has.
         pairs = list(zip(self.lengths, self._shares, strict=True))
         if self.drop_last:
-            # The epoch ends with the rank whose full shares are used up first.
             return min(length // share for length, share in pairs)
         return max(-(-length // share) for length, share in pairs)
 

@@ -77,6 +77,7 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
                     f"the configuration's backend is {own!r}, and backend is {backend!r}; give one"
                 )
         self._strategy = strategy_named(strategy)
+        # Added to earlier ones, because the calls of a builder may come in any order.
         self._options |= checked_options(self._strategy, degrees)
         self._place = configuration or backend
         return self

@@ -17,7 +17,7 @@ files of plain models from checkpoint.
 
 from __future__ import annotations
 
-from mpishard.nn.checks import read_together
+from mpishard.nn.checks import deferred_checks
 from mpishard.nn.device_passes import products_in
 from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh

@@ -1,4 +1,4 @@
-"""Checks of values that lie on a GPU, whose results the host reads together."""
+"""Checks of values on a GPU, whose results the host reads by one copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _waiting: ContextVar[list[tuple[Array, Callable[[], Any]]] | None] = ContextVar(
 def refuse_if_any(wrong: Array, refuse: Callable[[], object]) -> None:
     """Call ``refuse``, which raises, unless ``wrong`` is 0.
 
-    The host waits for the GPU here, or at the end of a block of `read_together`.
+    The host waits for the GPU here, or at the end of a block of `deferred_checks`.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ def refuse_if_any(wrong: Array, refuse: Callable[[], object]) -> None:
 
 
 @contextmanager
-def read_together() -> Iterator[None]:
-    """Read the results of the block's checks by one copy, at its end, and raise the first error."""
+def deferred_checks() -> Iterator[None]:
+    """Defer the block's checks to its end: read all results by one copy, raise the first error."""
     checks: list[tuple[Array, Callable[[], Any]]] = []
     token = _waiting.set(checks)
     try:

@@ -33,7 +33,7 @@ from mpishard.observe.timing import (
     time_chain,
 )
 from mpishard.observe.trace import span, step_span, trace
-from mpishard.observe.trace_reader import Ending, JobTrace, merge_traces, open_trace
+from mpishard.observe.trace_reader import JobTrace, TraceEnd, merge_traces, open_trace
 from mpishard.observe.trace_summary import (
     CallTotals,
     RankShares,
@@ -44,7 +44,6 @@ from mpishard.observe.trace_summary import (
 __all__ = [
     "CallTotals",
     "Curve",
-    "Ending",
     "JobTrace",
     "MemoryCategory",
     "MemoryLedger",
@@ -53,6 +52,7 @@ __all__ = [
     "Progress",
     "RankShares",
     "Timing",
+    "TraceEnd",
     "TraceSummary",
     "losses_of",
     "memory_while",

@@ -10,7 +10,7 @@ from enum import StrEnum
 from mpishard.base import HOST, Array, Device, DType, is_device_array
 
 
-class Place(StrEnum):
+class MemorySpace(StrEnum):
     """Host or GPU memory."""
 
     HOST = "host"
@@ -57,23 +57,24 @@ class MemoryLedger:
 
         They may be fewer than its bytes: this rank's part of an array in shared memory.
         """
-        place = Place.DEVICE if is_device_array(array) else Place.HOST
+        place = MemorySpace.DEVICE if is_device_array(array) else MemorySpace.HOST
         with self._lock:
             for key in (category, (category, place)):
                 self._held[key] += nbytes
                 self._peak[key] = max(self._peak[key], self._held[key])
+        # Not at the exit of the process, when nobody reads the counts.
         weakref.finalize(array, self._free, category, place, nbytes).atexit = False
 
-    def _free(self, category: MemoryCategory, place: Place, nbytes: int) -> None:
+    def _free(self, category: MemoryCategory, place: MemorySpace, nbytes: int) -> None:
         with self._lock:
             self._held[category] -= nbytes
             self._held[category, place] -= nbytes
 
-    def held(self, category: MemoryCategory, place: Place | str | None = None) -> int:
+    def held(self, category: MemoryCategory, place: MemorySpace | str | None = None) -> int:
         """Return the bytes held now in ``place``, ``"host"`` or ``"device"``; in both without."""
         return self._held[_key(category, place)]
 
-    def peak(self, category: MemoryCategory, place: Place | str | None = None) -> int:
+    def peak(self, category: MemoryCategory, place: MemorySpace | str | None = None) -> int:
         """Return the most bytes held at once since construction or `reset_peaks`; see `held`."""
         return self._peak[_key(category, place)]
 
@@ -90,6 +91,7 @@ class MemoryLedger:
         """Return the bytes held now, by category name; categories without bytes are left out."""
         return {
             str(key): held
+            # A copy, because another thread may add a category meanwhile.
             for key, held in tuple(self._held.items())
             if held and isinstance(key, MemoryCategory)
         }
@@ -99,8 +101,8 @@ class MemoryLedger:
         return f"{type(self).__name__}({held or 'nothing held'})"
 
 
-_Key = MemoryCategory | tuple[MemoryCategory, Place]
+_Key = MemoryCategory | tuple[MemoryCategory, MemorySpace]
 
 
-def _key(category: MemoryCategory, place: Place | str | None) -> _Key:
-    return category if place is None else (category, Place(place))
+def _key(category: MemoryCategory, place: MemorySpace | str | None) -> _Key:
+    return category if place is None else (category, MemorySpace(place))

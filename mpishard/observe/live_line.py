@@ -37,6 +37,7 @@ class LiveLine(Live):
             console=_PatientConsole(
                 file=stream, force_terminal=True, force_jupyter=False, width=columns
             ),
+            # Drawn by `show` alone: a thread of rich would take time from the steps.
             auto_refresh=False,
             redirect_stdout=is_standard,
             redirect_stderr=is_standard and sys.stderr.isatty(),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from mpishard.base import Document
 
@@ -67,6 +67,7 @@ class MetricsWriter:
             seconds since the file was opened are added, plus the last time in a file that is
             continued. Infinities and NaN, which JSON does not have, become null.
         """
+        # Microseconds are enough, and keep the lines of a long file short.
         values.setdefault("time", round(time.monotonic() - self._began, 6))
         record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
         line = json.dumps(record, allow_nan=False) + "\n"
@@ -126,7 +127,7 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[Document]:
     return records
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

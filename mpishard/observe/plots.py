@@ -8,12 +8,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from mpishard.base import Array
 from mpishard.observe.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE = "#3b6fb6"
 RED = "#d1495b"
@@ -24,7 +28,7 @@ PALETTE = (BLUE, RED, "#4f9d69", "#e09f3e", "#7d5ba6", GREY)
 _GRID = "#e3e6e8"
 
 
-def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
+def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Figure:
     """Return an empty figure with a canvas of its own: no window, no state shared by threads.
 
     Raises
@@ -37,10 +41,10 @@ def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{what} needs matplotlib: pip install 'mpishard[plot]'") from error
-    figure: Any = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     # Notebooks call this method to show an object. pyplot would register one, but is not loaded.
-    figure._repr_png_ = lambda: _png(figure)
+    vars(figure)["_repr_png_"] = lambda: _png(figure)
     return figure
 
 
@@ -55,18 +59,20 @@ def _png(figure: Any) -> bytes:
     return stream.getvalue()
 
 
-def plain_axes(axes: Any, title: str, grid: str) -> None:
+def plain_axes(axes: Axes, title: str, grid: Literal["x", "y", "both"]) -> None:
     """Set a title on the left and a pale grid along ``grid``; hide the top and right frame."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
     axes.grid(axis=grid, color=_GRID)
+    # The grid would otherwise cross the curves.
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Any, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write the figure as a PNG; missing parents are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Drawn before the file is opened, so that an error leaves an older picture whole.
     target.write_bytes(_png(figure))
 
 
@@ -121,7 +127,7 @@ class Panel:
     close: bool = False
 
 
-def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
+def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Figure:
     """Draw panels side by side as a PNG.
 
     Parameters
@@ -142,6 +148,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     ImportError
         If matplotlib is not installed; the message says how to get it.
     """
+    # Three panels or more must still fit the width of a page.
     width = 4.8 if len(panels) < 3 else 3.7
     figure = new_figure("plot_panels", width=width * len(panels), height=4.0)
     labels = dict.fromkeys(c.label for panel in panels for c in panel.curves if not c.modelled)
@@ -152,9 +159,11 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     return figure
 
 
-def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
     paint = PALETTE[0]
+    style: dict[str, Any]
     for curve in panel.curves:
+        # Without a colour of its own: it belongs to the measurement before it.
         if curve.modelled:
             style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
         else:
@@ -191,16 +200,18 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     lines, labels = axes.get_legend_handles_labels()
+    # Lines of one label, such as a measurement and its model, have one entry.
     each = dict(zip(labels, lines, strict=True))
     axes.legend(each.values(), each.keys(), frameon=False, fontsize=8)
 
 
-def _fit_y(axes: Any, values: Sequence[float]) -> None:
+def _fit_y(axes: Axes, values: Sequence[float]) -> None:
     """Limit the y axis to the finite values, with a margin."""
     finite = np.array(values, np.float64)
     finite = finite[np.isfinite(finite)]
     if finite.size:
         low, high = float(finite.min()), float(finite.max())
+        # Equal values have no range: then a tenth of their size, or 1 around 0.
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
         axes.set_ylim(low - margin, high + margin)
 
@@ -216,7 +227,7 @@ def plot_loss_curve(
     baseline: tuple[str, float] | None = None,
     title: str = "",
     unit: str = "",
-) -> Any:
+) -> Figure:
     """Draw losses against steps.
 
     Parameters
@@ -298,6 +309,7 @@ def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
         path /= "metrics.jsonl"
     rows = read_metrics(path)
     training, validation = (
+        # A loss that was not finite is null in the file.
         [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
         for name in ("loss", "validation_loss")
     )
@@ -307,13 +319,14 @@ def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
 
 
 def _draw(
-    axes: Any,
+    axes: Axes,
     training: Array,
     validation: Array,
     baseline: tuple[str, float] | None,
 ) -> None:
     steps, losses = training
     if steps.size:
+        # A fiftieth of the run, however long: enough to remove the noise of batches.
         width = max(1, steps.size // 50)
         axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
         label = f"training (mean of {width} steps)" if width > 1 else "training"

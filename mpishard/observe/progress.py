@@ -83,6 +83,7 @@ class Progress:
         self._total = math.inf if total_steps is None else as_count("total_steps", total_steps, 0)
         self._start = self._step = as_count("start", start, 0)
         require_type("unit", unit, str)
+        # Not `interval < 0`, which is False for NaN.
         if not interval >= 0:
             raise ValueError(f"interval must be 0 or more seconds, got {interval}")
         self._unit = unit
@@ -112,6 +113,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._enabled and not self._is_shown:
             self._attempt(self._show)
+        # Cleared first, so that an error of stop() does not stop it again.
         live, self._live = self._live, None
         if live is not None:
             self._attempt(live.stop)
@@ -192,6 +194,7 @@ class Progress:
         (before, least), (now, most) = self._marks[0], self._marks[-1]
         if most > least and now > before:
             words.append(f"{_quantity((most - least) / (now - before))} {self._unit}")
+        # The mean of the whole run, because the latest steps alone would make the estimate jump.
         done, elapsed = self._step - self._start, self._now - self._began
         if self._step >= self._total:
             words.append(f"{_duration(elapsed)} in all")
@@ -229,6 +232,7 @@ class Progress:
 
     def _print(self, line: str) -> None:
         self._stream.write(time.strftime(self._stamp) + line + "\n")
+        # A file or a pipe would keep the line back until its buffer is full.
         self._stream.flush()
 
     def _attempt(self, action: Callable[[], object]) -> None:

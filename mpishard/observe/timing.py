@@ -36,6 +36,7 @@ class Timing:
     @property
     def quartiles(self) -> tuple[float, float]:
         """The lower and the upper quartile of the times, in seconds."""
+        # Quartiles, because a single disturbed repeat would decide the range and the deviation.
         low, high = np.quantile(self.seconds, (0.25, 0.75))
         return float(low), float(high)
 
@@ -60,8 +61,10 @@ def time_chain(step: Callable[[], object], repeats: int, warmup: int = 0) -> Tim
     warmup : int
         Number of steps before these, which are not timed.
     """
+    # The first steps allocate buffers and compile loops.
     for _ in range(warmup):
         step()
+    # One reading of the clock ends a step and begins the next, so that no time is left out.
     moments = [time.perf_counter()]
     for _ in range(repeats):
         step()
@@ -96,12 +99,14 @@ def time_alternately(
         call()
     # Most calls are collectives, so every rank must make the same number of them in a block.
     first = np.array([[_seconds_of(backend, call, 1) for call in calls]])
+    # At least a nanosecond, because a clock may stand still for a short call.
     slowest = np.maximum(backend.all_gather(first).max(axis=0), 1e-9)
     lengths = np.clip(_BLOCK_SECONDS / slowest, 1, 1000).astype(int).tolist()
     own = np.empty((repeats, len(calls)))
     for repeat in range(repeats):
         for i, (call, length) in enumerate(zip(calls, lengths, strict=True)):
             own[repeat, i] = _seconds_of(backend, call, length)
+    # After all repeats, so that no gather disturbs the next block.
     slowest = backend.all_gather(own[None]).max(axis=0)
     return [Timing(tuple(float(s) for s in slowest[:, i])) for i in range(len(calls))]
 
@@ -144,6 +149,7 @@ def memory_while(step: Callable[[], object], repeats: int) -> tuple[int, int] | 
         while not done.wait(2e-3):
             samples.append(proportional_memory() or 0)
 
+    # A thread, because the peak lies within a step.
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:

@@ -17,6 +17,7 @@ from mpishard.communication import (
     stop_recording,
 )
 
+# One for all spans that are not recorded: it has no state, and they should cost nothing.
 _NOTHING = nullcontext()
 
 
@@ -75,6 +76,7 @@ def trace(
     world = init() if backend is None else backend
     if not isinstance(world, CommunicationBackend):
         raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+    # Files are named by rank, and those of two worlds would have the same names.
     if not world._is_root:
         raise ValueError(
             f"trace() records a whole world, and {world.describe()} was split from one; give it "
@@ -84,7 +86,9 @@ def trace(
     start_recording(world, Path(folder), maximum_events)
     try:
         yield
+    # Also after Ctrl-C, because the events until then may explain it.
     except BaseException as error:
+        # sys.exit is a planned end, after which the trace is complete.
         stop_recording(world, None if isinstance(error, SystemExit) else error)
         raise
     stop_recording(world)
@@ -106,6 +110,7 @@ def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
     >>> with span("load data", file="part-7"):
     ...     pass
     """
+    # A context variable, because each thread-rank has a recorder of its own.
     recorder = current_recorder.get()
     return _NOTHING if recorder is None else recorder.span(Row.COMPUTE, name, arguments)
 

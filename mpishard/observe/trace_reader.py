@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from mpishard.base import Document
 from mpishard.communication import (
@@ -22,8 +22,39 @@ from mpishard.communication import (
 _KILLED = "its file has no end: the process was killed, or still runs"
 
 
+class TraceEvent(TypedDict, total=False):
+    """The fields of the Trace Event Format that mpishard writes. Events of one kind have some."""
+
+    name: str
+    cat: str
+    ph: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float
+    id: int
+    bp: str
+    args: dict[str, Any]
+
+
+class TraceFacts(TypedDict, total=False):
+    """Facts about a rank and its clock, from the first line of its file; times in microseconds."""
+
+    job: str
+    version: int
+    world_size: int
+    rank: int
+    node: int
+    host: str
+    origin_us: float
+    start_us: float
+    clock_offset_us: float
+    clock_uncertainty_us: float
+    ranks: list[TraceFacts]
+
+
 @dataclass(frozen=True, slots=True)
-class Ending:
+class TraceEnd:
     """The end of one rank's trace.
 
     Parameters
@@ -66,6 +97,7 @@ class JobTrace:
 
     def __init__(self, path: Path) -> None:
         self._is_merged = not path.is_dir()
+        # All first lines are read now, so that files of several jobs are refused before any work.
         self._files = [_Lines(path)] if self._is_merged else _files_of_ranks(path)
         about = self._files[0].about
         if self._is_merged and "ranks" not in about:
@@ -74,15 +106,15 @@ class JobTrace:
             )
         self.job: str = about["job"]
         own = [lines.about for lines in self._files]
-        self.ranks: list[Document] = about["ranks"] if self._is_merged else own
-        self.endings: dict[int, Ending] = {}
+        self.ranks: list[TraceFacts] = about["ranks"] if self._is_merged else own
+        self.endings: dict[int, TraceEnd] = {}
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
 
-    def events(self) -> Iterator[Document]:
+    def events(self) -> Iterator[TraceEvent]:
         """Yield every event, rank by rank, with ``ts`` counted from the job's start.
 
         Raises
@@ -95,18 +127,21 @@ class JobTrace:
             yield from merged.events()
             if merged.end is None:
                 raise ValueError(f"{merged.path} is torn: its end is missing; merge it again")
+            # The merged file has the ends that were found when it was made.
             for end in merged.end["ranks"]:
-                self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
+                self.endings[end["rank"]] = TraceEnd(end["reason"], end["until_us"], end["dropped"])
             return
         for about, lines in zip(self.ranks, self._files, strict=True):
             until = start = about["start_us"]
             for event in lines.events():
+                # Events without a time name the rows.
                 if "ts" in event:
+                    # To a nanosecond, so that the sum of two floats is written with few digits.
                     event["ts"] = round(event["ts"] + start, 3)
                     until = max(until, event["ts"] + event["dur"])
                 yield event
             end = lines.end or {"reason": _KILLED, "dropped": 0}
-            self.endings[about["rank"]] = Ending(end["reason"], until, end["dropped"])
+            self.endings[about["rank"]] = TraceEnd(end["reason"], until, end["dropped"])
 
 
 def open_trace(path: str | os.PathLike[str]) -> JobTrace:
@@ -145,13 +180,13 @@ class _Lines:
                 f"{path} does not begin as a trace of mpishard does; it is torn, or another "
                 f"program wrote it: {line[:60].strip()!r}"
             )
-        self.about: Document = about
+        self.about: TraceFacts = about
         if about["version"] != TRACE_VERSION:
             raise ValueError(
                 f"{path} has version {about['version']}, and this mpishard reads {TRACE_VERSION}"
             )
 
-    def events(self) -> Iterator[Document]:
+    def events(self) -> Iterator[TraceEvent]:
         with self.path.open(encoding="utf-8", errors="replace") as stream:
             next(stream)
             torn = 0
@@ -194,6 +229,7 @@ def _files_of_ranks(folder: Path) -> list[_Lines]:
             "record each job in a folder of its own"
         )
     world_size = next(iter(found.values())).about["world_size"]
+    # Without some ranks the others would seem to come last, and to wait for nobody.
     missing = [rank for rank in range(world_size) if rank not in found]
     if missing:
         names = ", ".join(rank_file(folder, rank).name for rank in missing)
@@ -212,6 +248,7 @@ def _files_of_ranks(folder: Path) -> list[_Lines]:
     for about, start in zip(abouts, starts, strict=True):
         offset, uncertainty = clocks[about["node"]]
         about["clock_offset_us"], about["clock_uncertainty_us"] = offset, uncertainty
+        # From the first rank's start, because viewers expect times of 0 or more.
         about["start_us"] = start - min(starts)
     return files
 
@@ -261,14 +298,14 @@ def _merged(trace: JobTrace) -> Iterator[str]:
     yield last_line({"ranks": ends})
 
 
-def _with_arrows(events: Iterator[Document]) -> Iterator[Document]:
+def _with_arrows(events: Iterator[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield the events, and the two ends of an arrow for each message with both of its sides.
 
     The k-th message of a world, sender, receiver and tag is the same on both sides. A message that
     arrives before it was sent has no arrow: the clocks are wrong, or a message that was sent before
     the trace began has shifted the numbers of one side.
     """
-    waiting: dict[tuple[Any, ...], Document] = {}
+    waiting: dict[tuple[object, ...], TraceEvent] = {}
     count = 0
     for event in events:
         yield event
@@ -288,7 +325,7 @@ def _with_arrows(events: Iterator[Document]) -> Iterator[Document]:
             count += 1
             for side, at in ((sent, sent["ts"]), (received, arrival)):
                 phase = _ENDS[side["name"]]
-                yield {
+                arrow: TraceEvent = {
                     "name": "message",
                     "cat": "message",
                     "ph": phase,
@@ -296,5 +333,8 @@ def _with_arrows(events: Iterator[Document]) -> Iterator[Document]:
                     "pid": side["pid"],
                     "tid": side["tid"],
                     "ts": round(at, 3),
-                    **({"bp": "e"} if phase == "f" else {}),
                 }
+                if phase == "f":
+                    # Binds the arrow to the span around its end (Trace Event Format).
+                    arrow["bp"] = "e"
+                yield arrow

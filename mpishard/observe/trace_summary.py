@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mpishard.base import Document
-from mpishard.observe.trace_reader import JobTrace
+from mpishard.observe.trace_reader import JobTrace, TraceEvent, TraceFacts
 
 _PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
@@ -108,7 +107,7 @@ class _RankEvents:
         self.numbers: list[int] = []
         """The numbers of the steps, in the order of their spans."""
 
-    def add(self, event: Document) -> None:
+    def add(self, event: TraceEvent) -> None:
         times = event["ts"], event["ts"] + event["dur"]
         self.spans[event["cat"]].append(times)
         if event["cat"] == "step":
@@ -126,7 +125,7 @@ class _Calls:
         self._latest: dict[tuple[str, int], tuple[float, int, int]] = {}
         self._joined: dict[int, list[tuple[str, int]]] = defaultdict(list)
 
-    def add(self, event: Document) -> None:
+    def add(self, event: TraceEvent) -> None:
         given = event.get("args", {})
         if "group" not in given:
             return
@@ -201,7 +200,7 @@ def summarize_trace(trace: JobTrace) -> TraceSummary:
     )
 
 
-def _shares(about: Document, events: _RankEvents, last: float) -> RankShares:
+def _shares(about: TraceFacts, events: _RankEvents, last: float) -> RankShares:
     computing, waits, flights = (events.spans[c] for c in ("compute", "wait", "communication"))
     everything = [*computing, *waits, *flights]
     within = union(events.spans["step"])
@@ -228,6 +227,7 @@ def _shares(about: Document, events: _RankEvents, last: float) -> RankShares:
         waiting=waiting,
         idle=seconds - busy,
         in_flight=covered(flights),
+        # In flight and not waited for: |flights or waits| - |waits|.
         hidden=covered(flights, waits) - waiting,
         last=last,
     )
@@ -285,6 +285,7 @@ def _length(spans: _Spans) -> float:
 
 def _clipped(spans: _Spans, start: float, end: float) -> _Spans:
     """Return the part of disjoint, ascending ``spans`` that lies in ``[start, end]``."""
+    # Two binary searches, because a long run has many steps and millions of spans.
     low = int(np.searchsorted(spans[:, 1], start, "right"))
     high = int(np.searchsorted(spans[:, 0], end, "left"))
     return np.clip(spans[low:high], start, end)

@@ -1,4 +1,4 @@
-"""A virtual clock for schedules: begin and end of each operation, or the ranks that wait."""
+"""A virtual clock for schedules: start and end of each operation, or a report of a deadlock."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class StageTimes:
 
 
 def spread(name: str, given: Times, count: int, what: str) -> list[float]:
-    """Return a number for each of ``count`` of ``what``.
+    """Return ``given`` as a list of ``count`` numbers, one for each of the ``what``.
 
     Raises
     ------
@@ -136,25 +136,25 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
 
 
 def check_completeness(order: Order, stages: Sequence[int], num_micro_batches: int) -> None:
-    """Check that a rank with these global stages makes each operation once.
+    """Check that the order of a rank with these global stages has each operation once.
 
     Raises
     ------
     ValueError
-        For a wrong or missing operation. The message is to follow the rank's name.
+        For a wrong or missing operation. The message continues a sentence that names the rank.
     """
     kinds: dict[tuple[int, int], list[PipelineOperationType]] = {
         (virtual, micro_batch): []
         for virtual in range(len(stages))
         for micro_batch in range(num_micro_batches)
     }
-    for place, operation in enumerate(order):
+    for position, operation in enumerate(order):
         micro_batch, virtual = operation.micro_batch_index, operation.virtual_stage_index
         # None for an unknown micro-batch or stage, an empty list for one that has done nothing yet.
         done = kinds.get((virtual, micro_batch))
         if done is None:
             raise ValueError(
-                f"has at place {place} the {operation.type.replace('_', ' ')} of micro-batch "
+                f"has at position {position} the {operation.type.replace('_', ' ')} of micro-batch "
                 f"{micro_batch} in its virtual stage {virtual}; it has {num_micro_batches} "
                 f"micro-batches and {len(stages)} virtual stages"
             )
@@ -309,8 +309,8 @@ class _Clock:
         order, timed, stages = self._orders[rank], self._timed[rank], self._stages[rank]
         # A rank runs in its schedule's order: it resumes where it had to wait.
         now = timed[-1].end if timed else 0.0
-        for place in range(len(timed), len(order)):
-            operation = order[place]
+        for position in range(len(timed), len(order)):
+            operation = order[position]
             kind, stage = operation.type, stages[operation.virtual_stage_index]
             key = stage * self._num_micro_batches + operation.micro_batch_index
             arrival = self._arrival(rank, kind, stage, key)
@@ -354,14 +354,14 @@ class _Clock:
 
     def _deadlock(self) -> str:
         """Describe the operation at which each rank stopped, and the rank that it waits for."""
-        places = {
+        positions = {
             (
                 operation.type is FORWARD,
                 self._stages[rank][operation.virtual_stage_index],
                 operation.micro_batch_index,
-            ): (rank, place)
+            ): (rank, position)
             for rank, order in enumerate(self._orders)
-            for place, operation in enumerate(order)
+            for position, operation in enumerate(order)
             if operation.type is not BACKWARD_WEIGHT
         }
         lines = [f"{self._name} comes to a stop:"]
@@ -371,14 +371,14 @@ class _Clock:
             operation = order[len(timed)]
             stage = self._stages[rank][operation.virtual_stage_index]
             for is_forward, where in self._needs(operation.type, stage):
-                other, place = places[is_forward, where, operation.micro_batch_index]
+                other, position = positions[is_forward, where, operation.micro_batch_index]
                 # Inputs that are there already do not explain why the rank waits.
-                if place >= len(self._timed[other]):
+                if position >= len(self._timed[other]):
                     word = "forward" if is_forward else "backward"
                     lines.append(
                         f"  rank {rank} waits at its operation {len(timed)}, "
                         f"{describe(operation, stage)}; its {word} in global stage {where} is "
-                        f"operation {place} of rank {other}, not yet done"
+                        f"operation {position} of rank {other}, not yet done"
                     )
         return "\n".join(lines)
 

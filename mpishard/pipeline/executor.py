@@ -25,14 +25,15 @@ from mpishard.pipeline.operations import (
     PipelineOperation,
     PipelineOperationType,
     PipelinePlan,
-    Step,
+    PlannedOperation,
     forward_orders,
 )
 
 
 class IPipelineStage(ABC):
-    """One rank's stages, by virtual index, with the activations that micro-batches leave in them.
+    """The stages of one rank, with the activations that they save for each micro-batch.
 
+    A stage is named by its virtual index: its number among the rank's stages.
     For each stage and micro-batch `forward` is called once, then either `backward`, or
     `backward_input` and later `backward_weight`.
     """
@@ -61,17 +62,20 @@ class IPipelineStage(ABC):
 
     @abstractmethod
     def backward(self, virtual_stage: int, micro_batch: int, dy: Array | None) -> Array | None:
-        """Run both halves. ``dy`` is None for the model's last stage, the result for its first."""
+        """Compute both halves.
+
+        ``dy`` is None in the model's last stage, and the result is None in its first.
+        """
 
     @abstractmethod
     def backward_input(
         self, virtual_stage: int, micro_batch: int, dy: Array | None
     ) -> Array | None:
-        """Return the gradient of the input, as `backward` does; the other half waits."""
+        """Return the gradient of the input, as `backward` does. `backward_weight` follows later."""
 
     @abstractmethod
     def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:
-        """Run the other half: add the gradients of the parameters."""
+        """Add the gradients of the parameters: the half that `backward_input` has left out."""
 
 
 class OperationTimes(NamedTuple):
@@ -218,18 +222,18 @@ class PipelineExecutor:
         # All ranks count rounds alike, also after a run that failed.
         generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
-        run = _Run(stage, plan, self._backend, first_tag, self._dtype)
+        run = _ScheduleRun(stage, plan, self._backend, first_tag, self._dtype)
         try:
             self.record = run.execute()
         # Also for KeyboardInterrupt: an open receive would outlive the arrays of this run.
         except BaseException:
-            run.give_up()
+            run.cancel_receives()
             raise
         return self.record
 
 
-class _Run:
-    """One run of one rank, with its messages under way."""
+class _ScheduleRun:
+    """One run of a schedule on one rank, with its messages under way."""
 
     def __init__(
         self,
@@ -245,17 +249,17 @@ class _Run:
         self._first_tag = first_tag
         self._dtype = dtype
         # The flows to receive, in the order in which the steps take them.
-        self._wanted = deque(
+        self._awaited = deque(
             step.takes
             for step in plan.steps
             if step.takes is not None and plan.sender(step.takes) != backend.rank
         )
         # Per link, the micro-batches whose receives are not posted yet, in sending order.
-        self._to_come = {link: deque(order) for link, order in plan.arrivals.items()}
-        self._coming: dict[Flow, Transfer] = {}
-        self._here: dict[Flow, Array] = {}
+        self._not_posted = {link: deque(order) for link, order in plan.arrivals.items()}
+        self._receiving: dict[Flow, Transfer] = {}
+        self._local: dict[Flow, Array] = {}
         # Sends under way own their arrays; dropping one would free memory that MPI still reads.
-        self._going: list[Transfer] = []
+        self._sending: list[Transfer] = []
         self._live = [0] * len(plan.virtual_of)
         self._global_stage = {virtual: stage for stage, virtual in plan.virtual_of.items()}
 
@@ -267,7 +271,7 @@ class _Run:
         is_training = any(step.operation.type is not FORWARD for step in self._plan.steps)
         for step in self._plan.steps:
             begun = time.perf_counter()
-            given = self._take(step)
+            given = self._receive_input(step)
             # The time before this point was spent waiting for the input.
             ready = time.perf_counter()
             operation = step.operation
@@ -276,15 +280,15 @@ class _Run:
                 # Each method of a stage has the name of an operation.
                 compute = getattr(self._stage, operation.type)
                 inputs = () if operation.type is BACKWARD_WEIGHT else (given,)
-                place = operation.virtual_stage_index, operation.micro_batch_index
-                result: Array | None = compute(*place, *inputs)
+                key = operation.virtual_stage_index, operation.micro_batch_index
+                result: Array | None = compute(*key, *inputs)
                 del inputs
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
             # Freed before the result travels, so that a rank holds one activation less at its peak.
             del given
             if step.gives is not None:
-                self._give(step.gives, result, step.operation.virtual_stage_index)
+                self._pass_on(step.gives, result, step.operation.virtual_stage_index)
             del result
             if is_training:
                 virtual = operation.virtual_stage_index
@@ -294,15 +298,15 @@ class _Run:
                 elif operation.type is not BACKWARD_INPUT:
                     self._live[virtual] -= 1
         # The next step may overwrite arrays only after they are received.
-        while self._going:
-            self._going.pop().wait()
+        while self._sending:
+            self._sending.pop().wait()
         record.ended = time.perf_counter()
         return record
 
-    def give_up(self) -> None:
+    def cancel_receives(self) -> None:
         """Cancel the receives that are posted."""
         # A receive that stays posted could take a message of the next run.
-        for transfer in self._coming.values():
+        for transfer in self._receiving.values():
             transfer.cancel()
 
     # ---------------------------------------------------------------------------------- messages
@@ -315,27 +319,27 @@ class _Run:
         shape = self._stage.output_shape if flow.is_gradient else self._stage.input_shape
         return shape(virtual_stage, flow.micro_batch)
 
-    def _take(self, step: Step) -> Array | None:
+    def _receive_input(self, step: PlannedOperation) -> Array | None:
         """Return the step's input; before waiting, post the receive for the next step."""
         flow = step.takes
-        if self._wanted and flow == self._wanted[0]:
+        if self._awaited and flow == self._awaited[0]:
             # Only in the first step: later receives were posted in the step before.
-            self._ask(self._wanted.popleft())
-        if self._wanted:
+            self._post_receives(self._awaited.popleft())
+        if self._awaited:
             # One step ahead and no more: each posted receive holds memory for its message.
-            self._ask(self._wanted[0])
+            self._post_receives(self._awaited[0])
         # MPI moves large messages only inside calls. Without this one they would wait for the next
         # wait().
         self._backend.progress()
         # Arrays of sends that are done are freed.
-        self._going = [transfer for transfer in self._going if not transfer.done]
+        self._sending = [transfer for transfer in self._sending if not transfer.done]
         if flow is None:
             return None
         # The stage before is on this rank, and has left the array itself.
-        if flow not in self._coming:
-            return self._here.pop(flow)
-        array: Array = self._coming[flow].wait()
-        del self._coming[flow]
+        if flow not in self._receiving:
+            return self._local.pop(flow)
+        array: Array = self._receiving[flow].wait()
+        del self._receiving[flow]
         expected = self._shape(flow, step.operation.virtual_stage_index)
         # The sender has its own batch. Ranks with batches of other sizes would otherwise mix up
         # samples.
@@ -346,18 +350,18 @@ class _Run:
             )
         return array
 
-    def _ask(self, flow: Flow) -> None:
-        """Post the receive of a flow, and of those that its sender sends before it."""
+    def _post_receives(self, flow: Flow) -> None:
+        """Post the receive of a flow, and of the flows that its sender sends before it."""
         # Messages with one tag arrive in the order of their sends, so receives have that order.
-        line = self._to_come[flow.is_gradient, flow.stage]
-        while flow not in self._coming:
-            expected = flow._replace(micro_batch=line.popleft())
+        order = self._not_posted[flow.is_gradient, flow.stage]
+        while flow not in self._receiving:
+            expected = flow._replace(micro_batch=order.popleft())
             count = math.prod(self._shape(expected, self._plan.virtual_of[flow.stage]))
-            self._coming[expected] = self._backend.receive_async(
+            self._receiving[expected] = self._backend.receive_async(
                 self._plan.sender(flow), count, self._tag(flow), dtype=self._dtype
             )
 
-    def _give(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
+    def _pass_on(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
         """Pass a result on, if its shape and dtype are those that the stage announced."""
         shape = self._stage.input_shape if flow.is_gradient else self._stage.output_shape
         expected = shape(virtual_stage, flow.micro_batch)
@@ -370,8 +374,8 @@ class _Run:
         taken_by = self._plan.rank_of[flow.stage]
         if taken_by == self._backend.rank:
             # A V-shaped schedule has neighbouring stages on one rank: nothing travels.
-            self._here[flow] = array
+            self._local[flow] = array
             return
         # A stage may return a view, and a message needs contiguous memory.
         message = array_namespace(array).ascontiguousarray(array)
-        self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))
+        self._sending.append(self._backend.send_async(message, taken_by, self._tag(flow)))

@@ -55,11 +55,11 @@ def balanced_cuts(
     list of int
         Indices of the costs before which the cuts are, increasing. No run is empty.
     """
-    places = np.arange(1, len(costs)) if allowed is None else np.asarray(allowed, np.int64)
-    # Fewer places than cuts: the last runs do not exist.
-    num_cuts = min(num_runs - 1, len(places))
-    # Nodes: the beginning, the places of cuts, the end. sums[j] is the cost of all before it.
-    nodes = np.concatenate([[0], places, [len(costs)]])
+    positions = np.arange(1, len(costs)) if allowed is None else np.asarray(allowed, np.int64)
+    # Fewer positions than cuts: the last runs do not exist.
+    num_cuts = min(num_runs - 1, len(positions))
+    # Nodes: the beginning, the positions of cuts, the end. sums[j] is the cost of all before it.
+    nodes = np.concatenate([[0], positions, [len(costs)]])
     sums = np.concatenate([[0.0], np.cumsum(costs)])[nodes]
     # best[k][j] is the smallest possible largest run if k + 1 runs end at node j, which is more
     # than k. It grows with j, and the sum from node i to node j shrinks as i grows.
@@ -249,30 +249,30 @@ def _checked(total_parameters: int, num_stages: int) -> tuple[int, int]:
 
 
 def nearest_cuts(
-    boundaries: Sequence[int], places: Sequence[int], allowed: Sequence[int]
+    boundaries: Sequence[int], positions: Sequence[int], allowed: Sequence[int]
 ) -> list[int]:
-    """Return cuts between layers, each nearest to one of the places of a flat vector.
+    """Return cuts between layers, each nearest to one of the positions of a flat vector.
 
     Parameters
     ----------
     boundaries : sequence of int
         Start of each layer in the flat vector.
-    places : sequence of int
+    positions : sequence of int
         Positions at which the flat vector is to be cut, in order.
     allowed : sequence of int
-        Layers before which a cut may be, in order; at least as many as places.
+        Layers before which a cut may be, in order; at least as many as positions.
 
     Returns
     -------
     list of int
-        Layers before which the cuts are: one for each place, increasing. Of two equally near
+        Layers before which the cuts are: one for each position, increasing. Of two equally near
         layers the earlier one is taken.
     """
     cuts: list[int] = []
-    for number, place in enumerate(places):
+    for number, position in enumerate(positions):
         first = bisect.bisect_right(allowed, cuts[-1]) if cuts else 0
-        last = len(allowed) - (len(places) - number - 1)  # leave one for each place that follows
-        cuts.append(min(allowed[first:last], key=lambda layer: abs(boundaries[layer] - place)))
+        last = len(allowed) - (len(positions) - number - 1)  # leave some for later positions
+        cuts.append(min(allowed[first:last], key=lambda layer: abs(boundaries[layer] - position)))
     return cuts
 
 
@@ -383,8 +383,8 @@ def partition_layers(
 ) -> list[tuple[int, int]]:
     """Return the layers of each stage.
 
-    Every stage has a layer if there are enough layers, and enough places between them that may be
-    cut; otherwise the last stages have none. The largest cost of a stage is as small as possible,
+    Every stage has a layer if there are enough layers, and enough allowed cuts between them;
+    otherwise the last stages have none. The largest cost of a stage is as small as possible,
     and of equally good cuts the earliest is taken.
 
     Parameters
@@ -442,8 +442,8 @@ def partition_layers(
         total = infos[-1].parameter_offset + infos[-1].parameter_count
         ranges = stage_ranges(strategy, total, num_stages)
         # A strategy cuts the flat vector anywhere, and a model only between its layers.
-        places = [start for start, _ in ranges[1:]][: len(allowed)]
-        cuts = nearest_cuts([info.parameter_offset for info in infos], places, allowed)
+        positions = [start for start, _ in ranges[1:]][: len(allowed)]
+        cuts = nearest_cuts([info.parameter_offset for info in infos], positions, allowed)
     edges = [0, *cuts, len(infos)]
     stages = list(itertools.pairwise(edges))
     return stages + [(len(infos), len(infos))] * (num_stages - len(stages))

@@ -95,7 +95,7 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
 
 
 class Flow(NamedTuple):
-    """A micro-batch's activation that enters a global stage, or the gradient of its output.
+    """An array that enters a global stage: an activation, or the gradient of the stage's output.
 
     Parameters
     ----------
@@ -117,8 +117,8 @@ class Flow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One operation, with the flows that it takes and gives, if any."""
+class PlannedOperation:
+    """One operation, with the flow that it receives and the flow that it sends, if any."""
 
     operation: PipelineOperation
     takes: Flow | None
@@ -131,7 +131,7 @@ class PipelinePlan:
     Parameters
     ----------
     schedule : IPipelineSchedule
-        Places of the stages.
+        Placement of the stages on the ranks.
     rank : int
         The rank.
     orders : sequence of Order
@@ -139,7 +139,7 @@ class PipelinePlan:
 
     Attributes
     ----------
-    steps : sequence of Step
+    steps : sequence of PlannedOperation
         In the rank's order.
     rank_of : sequence of int
         Rank of each global stage.
@@ -151,18 +151,18 @@ class PipelinePlan:
     """
 
     def __init__(self, schedule: IPipelineSchedule, rank: int, orders: Sequence[Order]) -> None:
-        places = [
+        pairs = [
             (r, v) for r in range(len(orders)) for v in range(schedule.virtual_stages_per_rank)
         ]
-        stages = {(r, v): schedule.global_stage(r, v, len(orders)) for r, v in places}
+        stages = {(r, v): schedule.global_stage(r, v, len(orders)) for r, v in pairs}
         # Sorted by stage, so that the list is indexed by it.
-        self.rank_of = [r for r, _ in sorted(places, key=stages.__getitem__)]
+        self.rank_of = [r for r, _ in sorted(pairs, key=stages.__getitem__)]
         self.virtual_of = {stage: v for (r, v), stage in stages.items() if r == rank}
         self.arrivals: dict[tuple[bool, int], list[int]] = {}
         # Receives are posted in the order of sending, because messages of one tag keep their order.
         for other, order in enumerate(orders):
             steps = [
-                _step(operation, stages[other, operation.virtual_stage_index], len(stages) - 1)
+                _planned(operation, stages[other, operation.virtual_stage_index], len(stages) - 1)
                 for operation in order
             ]
             if other == rank:
@@ -174,18 +174,18 @@ class PipelinePlan:
                     self.arrivals.setdefault(link, []).append(flow.micro_batch)
 
     def sender(self, flow: Flow) -> int:
-        """Return the rank that a flow comes from."""
+        """Return the rank that sends a flow."""
         return self.rank_of[flow.stage + 1 if flow.is_gradient else flow.stage - 1]
 
 
-def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
+def _planned(operation: PipelineOperation, stage: int, last: int) -> PlannedOperation:
     # Its input was saved by the backward of the input, and its result stays on the rank.
     if operation.type is BACKWARD_WEIGHT:
-        return Step(operation, None, None)
+        return PlannedOperation(operation, None, None)
     is_gradient, micro_batch = operation.type is not FORWARD, operation.micro_batch_index
     # The first stage to compute in a direction takes no message, and the last one gives none.
     first, then = (last, stage - 1) if is_gradient else (0, stage + 1)
-    return Step(
+    return PlannedOperation(
         operation,
         Flow(is_gradient, stage, micro_batch) if stage != first else None,
         Flow(is_gradient, then, micro_batch) if 0 <= then <= last else None,
@@ -193,10 +193,11 @@ def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
 
 
 def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: int) -> list[Order]:
-    """Return orders of forwards alone: each as early as stages of one unit of time allow.
+    """Return each rank's order of forwards alone, for prediction.
 
-    Micro-batch m reaches global stage g at time m + g. So in each rank's order no operation waits
-    for a later one, whatever the places of the stages.
+    The order is that of a clock on which each stage takes one unit of time: micro-batch m reaches
+    global stage g at time m + g. So no operation waits for a later one of its rank, wherever the
+    stages are placed.
     """
     orders: list[Order] = []
     for rank in range(num_stages):

@@ -43,7 +43,7 @@ class Timeline:
         of its forward to the end of its backward, or of the input's half if the halves are apart.
         In each of a rank's V stages it counts 1/V.
     peak_held : tuple of float
-        The same with the end of the parameters' half, until which memory is kept.
+        As `peak_live`, but counted to the end of the parameters' half, which frees the memory.
     peak_activation_bytes : tuple of float, optional
         Largest number of bytes that each rank keeps for backward, if `simulate` was given sizes.
     """
@@ -186,7 +186,7 @@ def _sizes(
 def _peaks(
     timed: Sequence[TimedOperation], activations: Sequence[float], pending: Sequence[float]
 ) -> tuple[int, int, float]:
-    """Return one rank's peaks of live and held (micro-batch, stage) pairs, and of bytes."""
+    """Return one rank's `peak_live` and `peak_held`, not divided by V, and its peak of bytes."""
     live = held = peak_live = peak_held = 0
     nbytes = peak_bytes = 0.0
     for operation, stage, _, _ in timed:

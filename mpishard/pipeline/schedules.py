@@ -91,8 +91,10 @@ def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[Pipelin
     """Return operations of ``rows``, with marks on the first ``warmup`` and last ``cooldown``."""
     steady_until = len(rows) - cooldown
     return [
-        PipelineOperation(kind, micro_batch, place < warmup, place >= steady_until, virtual_stage)
-        for place, (kind, micro_batch, virtual_stage) in enumerate(rows)
+        PipelineOperation(
+            kind, micro_batch, position < warmup, position >= steady_until, virtual_stage
+        )
+        for position, (kind, micro_batch, virtual_stage) in enumerate(rows)
     ]
 
 
@@ -240,7 +242,7 @@ _F, _B, _W = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT  # as the papers on zero b
 def _with_weights_put_off(
     num_micro_batches: int, warmup: int, most_pending: int, *, forward_first: bool
 ) -> list[PipelineOperation]:
-    """Return a rank's operations; up to ``most_pending`` weight gradients wait at any time.
+    """Return a rank's operations, of which at most ``most_pending`` weight gradients are postponed.
 
     After ``warmup`` forwards, each round has one forward, if there is one left, one B, and the
     oldest W if more than ``most_pending`` would wait.
@@ -328,7 +330,7 @@ class ZeroBubbleVSchedule(RuleSchedule):
         return stage_id if virtual_stage_index == _DOWN else 2 * num_stages - 1 - stage_id
 
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
-        rows = _Rows()
+        rows = _OrderBuilder()
         # The rules below assume a pipeline that fills up, which takes 2P-1 micro-batches.
         count = max(num_micro_batches, 2 * num_stages - 1)
         # Forwards only, until the first micro-batch has come up again.
@@ -361,15 +363,15 @@ class ZeroBubbleVSchedule(RuleSchedule):
         return num_micro_batches >= 2 * num_stages - 1
 
 
-class _Rows:
-    """Operations whose micro-batches come in order for each type and virtual stage."""
+class _OrderBuilder:
+    """Makes a rank's order: each type and virtual stage takes the micro-batches by rising index."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.done: Counter[tuple[int, PipelineOperationType]] = Counter()
 
     def add(self, virtual_stage: int, *kinds: PipelineOperationType) -> None:
-        """Append each operation for the next micro-batch that has not had it."""
+        """Append operations, each for the first micro-batch that has not had it in this stage."""
         for kind in kinds:
             self.rows.append((kind, self.done[virtual_stage, kind], virtual_stage))
             self.done[virtual_stage, kind] += 1

@@ -6,7 +6,7 @@ Begin with ``linear.py``: linear layers that are split by columns, by rows, or a
 ``regions.py`` has the operators at the edges of a split region.
 
 ``partitioner.py`` makes one rank's part of a model's chain of layers. ``partition.py`` finds the
-layers that are split together. ``inference.py`` predicts on the threads of one process. This room
+layers that are split jointly. ``inference.py`` predicts on the threads of one process. This room
 imports nn, sharding, communication and contracts.
 """
 

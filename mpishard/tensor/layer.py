@@ -70,7 +70,7 @@ class DimSplit:
         # A rank without a run would have empty matrices, and still take part in all collectives.
         if self._runs.length < self.world_size:
             raise ValueError(
-                f"{self._runs.length} runs of {self.multiple} elements cannot be dealt to "
+                f"{self._runs.length} runs of {self.multiple} elements cannot be divided among "
                 f"{self.world_size} ranks, each of which needs one: use {self._runs.length} ranks "
                 "or fewer, or leave the layer whole"
             )

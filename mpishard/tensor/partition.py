@@ -183,39 +183,39 @@ ACTIVATIONS = (GELU, ReLU, SiLU, Sigmoid, Tanh)
 
 ATTENTIONS = (Attention, CausalAttention)
 
-# Layers that may stand between two linear layers that are split together.
+# Layers that may stand between two linear layers that are split jointly.
 _INNER = (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU)
 
 
-class SegmentKind(Enum):
-    """Kinds of segments."""
+class PatternKind(Enum):
+    """Kinds of patterns."""
 
     ATTENTION = "a linear layer to queries, keys and values, attention, and a linear layer"
     PAIR = "two linear layers with element-wise layers between them"
     GATED = "a pair with a gated activation after the first layer, which halves its outputs"
-    ALONE = "one layer"
+    SINGLE = "one layer"
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive layers of a chain that are split together, or a single layer.
+class LayerPattern:
+    """Consecutive layers of a chain that are split jointly, or a single layer.
 
     Parameters
     ----------
-    kind : SegmentKind
-        Kind of the segment.
+    kind : PatternKind
+        Kind of the pattern.
     layers : tuple of (str, Layer)
         Names in the chain, and the layers.
     """
 
-    kind: SegmentKind
+    kind: PatternKind
     layers: tuple[tuple[str, Layer], ...]
 
 
-def find_segments(
+def find_patterns(
     layers: Mapping[str, Layer], prefix: str, world_size: int, ties: Ties, *, keeps_split: bool
-) -> Iterator[Segment]:
-    """Yield the segments of a chain, found greedily from its first layer on.
+) -> Iterator[LayerPattern]:
+    """Yield the patterns of a chain, found greedily from its first layer on.
 
     Only the exact types of layers are recognized, because a subclass may compute anything.
 
@@ -231,11 +231,11 @@ def find_segments(
         Tied parameters of the model.
     keeps_split : bool
         True if the chain's output may stay split. A last linear layer that is wider than its input
-        is then a segment of its own.
+        is then a pattern of its own.
     """
     chain, start = tuple(layers.items()), 0
     while start < len(chain):
-        kind, stop = SegmentKind.ALONE, start + 1
+        kind, stop = PatternKind.SINGLE, start + 1
         if type(chain[start][1]) is Linear:
             end = start + 1
             # Greedy: a chain of linear layers alternates column and row splits, with one sum for
@@ -252,25 +252,25 @@ def find_segments(
                 )
                 if found is not None:
                     kind, stop = found, end + 1
-        yield Segment(kind, chain[start:stop])
+        yield LayerPattern(kind, chain[start:stop])
         start = stop
 
 
 def _kind(
     layers: tuple[tuple[str, Layer], ...], prefix: str, world_size: int, ties: Ties
-) -> SegmentKind | None:
-    """Return the kind of segment of two linear layers and those between them, or None."""
+) -> PatternKind | None:
+    """Return the kind of pattern of two linear layers and those between them, or None."""
     (first_name, first), *between, (last_name, last) = layers
     assert isinstance(first, Linear)
     assert isinstance(last, Linear)
-    # A shared weight can be split only by rows, and the last layer of a segment by columns.
+    # A shared weight can be split only by rows, and the last layer of a pattern by columns.
     if ties.is_shared(prefix + last_name, last):
         return None
     mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
     if not mixers:
         # A layer with fewer outputs than ranks cannot be split, and its partner has nothing to sum.
         is_whole = ties.obstacle(prefix + first_name, first) is not None
-        return None if is_whole or first.outputs < world_size else SegmentKind.PAIR
+        return None if is_whole or first.outputs < world_size else PatternKind.PAIR
     # The outputs of the first layer are then several blocks, each distributed over the ranks. A
     # shared table's rows are one block.
     # It must come first: an activation before it would see the blocks in another order.
@@ -280,6 +280,6 @@ def _kind(
     if isinstance(mixer, Attention):
         # Heads of keys and values are never cut or repeated, so that each rank needs one of its
         # own.
-        return SegmentKind.ATTENTION if mixer.kv_heads >= world_size else None
+        return PatternKind.ATTENTION if mixer.kv_heads >= world_size else None
     # Each rank needs an element of both halves.
-    return SegmentKind.GATED if first.outputs >= 2 * world_size else None
+    return PatternKind.GATED if first.outputs >= 2 * world_size else None

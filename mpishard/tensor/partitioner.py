@@ -30,12 +30,12 @@ from mpishard.tensor.partition import (
     ACTIVATIONS,
     ATTENTIONS,
     LayerDecision,
-    Segment,
-    SegmentKind,
+    LayerPattern,
+    PatternKind,
     SplitKind,
     TensorPartition,
     Ties,
-    find_segments,
+    find_patterns,
     is_open,
     walk_layers,
 )
@@ -69,8 +69,8 @@ _SLICED: Mapping[type[Layer], Callable[..., Layer]] = {
 """Layers with little computation, and those that do it on a slice of the sequence."""
 
 
-class _Parts:
-    """Layers of a rank's chain, with operators between layers that take different positions."""
+class _RankChain:
+    """A rank's chain under construction, with operators where layers need other positions."""
 
     def __init__(self, backend: CommunicationBackend, extent: Extent) -> None:
         self.backend = backend
@@ -80,10 +80,10 @@ class _Parts:
     def add(
         self, name: str, layer: Layer, takes: Extent | None = None, gives: Extent | None = None
     ) -> None:
-        """Add a layer that takes and returns these positions.
+        """Add a layer, behind an operator if its input must have other positions.
 
-        ``takes`` is None for a layer that takes any positions, and ``gives`` is None for one that
-        returns those of its input.
+        ``takes`` are the positions of its input, None if it takes any. ``gives`` are the positions
+        of its output, None if they are those of its input.
         """
         # An operator stands only before a layer that needs other positions. Layers that take any
         # positions then work on slices.
@@ -155,16 +155,16 @@ class ChainSplit:
         keeps_split : bool
             True if the output of a last linear layer stays split. ``ends`` is then ALL.
         """
-        parts = _Parts(self.backend, starts)
+        parts = _RankChain(self.backend, starts)
         world_size, splits_output = self.backend.world_size, False
         last = list(layers)[-1]
-        for segment in find_segments(
+        for pattern in find_patterns(
             layers, prefix, world_size, self.ties, keeps_split=keeps_split
         ):
-            if segment.kind is SegmentKind.ALONE:
-                name, layer = segment.layers[0]
+            if pattern.kind is PatternKind.SINGLE:
+                name, layer = pattern.layers[0]
                 is_last = name == last
-                splits_output = self._alone(
+                splits_output = self._split_layer(
                     parts,
                     prefix,
                     name,
@@ -173,18 +173,18 @@ class ChainSplit:
                     keeps_split=keeps_split and is_last,
                 )
             else:
-                self._together(parts, prefix, segment)
+                self._split_pattern(parts, prefix, pattern)
         parts.end(ends)
         return parts.layers, splits_output
 
-    def _together(self, parts: _Parts, prefix: str, segment: Segment) -> None:
-        """Split two linear layers and the layers between them: each rank has a part of each."""
-        (first_name, first), *between, (last_name, last) = segment.layers
+    def _split_pattern(self, parts: _RankChain, prefix: str, pattern: LayerPattern) -> None:
+        """Split two linear layers and those between them, so that a rank has a part of each."""
+        (first_name, first), *between, (last_name, last) = pattern.layers
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
-        core = between[0][1] if segment.kind is SegmentKind.ATTENTION else None
+        core = between[0][1] if pattern.kind is PatternKind.ATTENTION else None
         # Both halves of a gated activation are split alike, so that a rank has pairs of them.
-        blocks: int | tuple[int, ...] = 2 if segment.kind is SegmentKind.GATED else 1
+        blocks: int | tuple[int, ...] = 2 if pattern.kind is PatternKind.GATED else 1
         multiple = run = 1
         if isinstance(core, Attention):
             # Heads of queries are on the rank of the keys and values that they share.
@@ -256,9 +256,9 @@ class ChainSplit:
 
     # --------------------------------------------------------------------------------- one by one
 
-    def _alone(
+    def _split_layer(
         self,
-        parts: _Parts,
+        parts: _RankChain,
         prefix: str,
         name: str,
         layer: Layer,
@@ -338,7 +338,7 @@ class ChainSplit:
             size, what = layer.vocabulary_size, "rows"
         elif isinstance(layer, Attention) and layer.kv_heads < ranks:
             heads = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
-            return f"{layer.kv_heads} {heads} cannot be dealt to {ranks} ranks"
+            return f"{layer.kv_heads} {heads} cannot be divided among {ranks} ranks"
         elif type(layer) in ATTENTIONS:
             return "it does not stand between two linear layers with weights of their own"
         else:
@@ -346,12 +346,12 @@ class ChainSplit:
             return f"no rule splits a {type(layer).__name__}"
         tied = self.ties.obstacle(path, layer)
         if tied is None and size < ranks:
-            return f"{size} {what} cannot be dealt to {ranks} ranks"
+            return f"{size} {what} cannot be divided among {ranks} ranks"
         return tied
 
     def _linear(
         self,
-        parts: _Parts,
+        parts: _RankChain,
         path: str,
         name: str,
         layer: Linear,

@@ -1,4 +1,4 @@
-"""Measurements of checkpoints: each way is timed, nothing is left; no test looks at a time."""
+"""Measurements of checkpoints: each way is timed and no files stay; no test depends on a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison: its arithmetic, its files, and that both sides train the same model."""
+"""The comparison with peers: arithmetic, files, and the same model on both sides."""
 
 import importlib
 import json
@@ -117,7 +117,7 @@ def test_units_of_a_case():
     assert case.units == [40, 40, 40]
 
 
-def test_names_of_samples_are_those_that_jobs_give():
+def test_names_of_samples_are_those_of_the_jobs():
     rows = importlib.import_module("rows").ROWS
     assert len({row.text for row in rows}) == len(rows)
     kinds = {row.ours.split()[0] for row in rows} | {row.other.split()[0] for row in rows}

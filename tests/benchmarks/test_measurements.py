@@ -1,4 +1,4 @@
-"""Measurements on ranks: figures are there and add up; no test looks at how large a time is."""
+"""Measurements on ranks: figures are complete and consistent; no test depends on a time."""
 
 import importlib
 import json

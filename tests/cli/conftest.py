@@ -1,4 +1,4 @@
-"""Machines that ``mpishard doctor`` looks at, made up."""
+"""Simulated machines for the tests of ``mpishard doctor``."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mpishard.cli.probe import Answer, answer_line
 
 @pytest.fixture
 def programs(monkeypatch, tmp_path):
-    """Puts programs of these names alone on PATH, each of which prints what it is told to."""
+    """Put only programs of these names on PATH; each prints the given text."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -25,7 +25,7 @@ def programs(monkeypatch, tmp_path):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Lets the probes of a module be answered so, one after the other; returns what was asked."""
+    """Answer the probes of a module in this order; return the list of their commands."""
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)  # or there is one more question
 
     def use(module, *replies):

@@ -22,7 +22,7 @@ LIMIT = 120  # seconds
 
 
 def wait_until(address, holds):
-    """Ask for the state of the run until it is so."""
+    """Request the state of the run until the condition holds."""
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         with urllib.request.urlopen(f"{address}/state") as answer:

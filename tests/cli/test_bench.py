@@ -1,4 +1,4 @@
-"""``mpishard bench``: figures are there and add up; no test looks at how large a time is."""
+"""``mpishard bench``: figures are complete and consistent; no test depends on a time."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_collectives(tmp_path):
 
 
 def test_ratios_are_those_of_one_repeat():
-    """What disturbs a repeat disturbs both ways; and in place is compared with in place."""
+    """A disturbance of a repeat affects both ways; calls in place are compared with each other."""
     times = {
         "ours": (1, 8, 300),
         "ours, in place": (9, 9, 9),
@@ -286,7 +286,7 @@ def test_texts():
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_a_collective_that_gives_something_else_is_not_timed(monkeypatch, kind):
+def test_a_collective_with_a_wrong_result_is_not_timed(monkeypatch, kind):
     original = getattr(InMemoryCommunicationBackend, f"_steps_{kind}")
 
     def wrong(self, *arguments):

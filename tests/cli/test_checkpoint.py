@@ -1,4 +1,4 @@
-"""``mpishard checkpoint``: what it prints, what it makes, and how it ends."""
+"""``mpishard checkpoint``: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpishard.cli import app
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of eight steps leaves; nobody changes it."""
+    """The checkpoints of a run of eight steps, which no test changes."""
     path: Path = tmp_path_factory.mktemp("runs") / "run"
     x = np.random.default_rng(0).standard_normal((32, 4))
 
@@ -136,13 +136,13 @@ def test_check_reports_each_without_a_manifest(without_manifests: Path) -> None:
     ]
     assert result.stdout.count("  manifest.json: it is missing") == 2
     assert result.stdout.count("is whole") == 2
-    told = "mpishard checkpoint: 2 of 4 checkpoints cannot be trusted"
-    assert result.stderr.splitlines() == [told, newest]
+    summary = "mpishard checkpoint: 2 of 4 checkpoints cannot be trusted"
+    assert result.stderr.splitlines() == [summary, newest]
     result = invoke("check", without_manifests)
     assert result.exit_code == 1
     assert "step-00000008 is damaged:\n  manifest.json: it is missing" in result.stdout
-    told = "mpishard checkpoint: 1 of 1 checkpoint cannot be trusted"
-    assert result.stderr.splitlines() == [told, newest]
+    summary = "mpishard checkpoint: 1 of 1 checkpoint cannot be trusted"
+    assert result.stderr.splitlines() == [summary, newest]
 
 
 def test_check_follows_latest(without_manifests: Path) -> None:
@@ -172,7 +172,7 @@ def test_inspect_shortens_histories(tmp_path: Path) -> None:
     assert user["words"] == metadata["words"]
 
 
-def test_inspect_says_what_a_checkpoint_holds(folder: Path) -> None:
+def test_inspect_shows_the_content_of_a_checkpoint(folder: Path) -> None:
     found = read("inspect", folder / "step-00000006", "--json")
     assert (found["step"], found["strategy"], found["world_size"]) == (6, "FSDP", 2)
     assert found["elements"] == 4 * 6 + 6 + 6 + 1
@@ -224,7 +224,7 @@ def read_sizes(directory: Path) -> list[int]:
     return [file.stat().st_size for file in directory.glob("*.safetensors")]
 
 
-def test_out_and_in_again(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_consolidated_and_converted_back(folder: Path, tmp_path: Path) -> None:
     result = invoke("consolidate", folder, tmp_path / "all.safetensors", "--optimizer")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{tmp_path / 'all.safetensors'}: 1 file, ")
@@ -295,7 +295,7 @@ def test_forged_metadata_are_no_traceback(folder: Path, tmp_path: Path) -> None:
         (("convert", "run", "x.NPZ"), 'whose form is "checkpoint" or "hf"'),
     ],
 )
-def test_what_cannot_be_done(
+def test_impossible_requests_are_refused(
     arguments: tuple[str, ...], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)

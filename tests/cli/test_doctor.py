@@ -1,4 +1,4 @@
-"""``mpishard doctor``: the machine, NumPy, shared memory, made up; and one whole report."""
+"""``mpishard doctor``: findings on simulated machines, and one whole report of this one."""
 
 import json
 import os
@@ -67,7 +67,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", ["group", "elsewhere", "deaf"])
-def test_what_takes_too_long_ends_with_all_that_it_started(monkeypatch, tmp_path, kind):
+def test_a_program_past_its_limit_ends_with_its_children(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(doctor_probe, "_GRACE_SECONDS", 0.3 if kind == "deaf" else 30)
     for limit in (1, 5, 25):  # busy machines take long to start a program
         answer = ask(python_command(CHILD, kind, str(tmp_path)), limit)
@@ -99,7 +99,7 @@ def test_a_probe_is_outside_the_launchers_job(monkeypatch):
     assert ask(python_command(code), 30, {"MPICH_NO_LOCAL": None}).found == [None, None, None]
 
 
-def test_what_raises_is_a_finding():
+def test_an_exception_becomes_a_finding():
     def look():
         yield Finding("host.python", "3")
         raise ZeroDivisionError("oh")
@@ -142,17 +142,17 @@ def write(folder, files):
         (folder / name).write_text(text + "\n")
 
 
-def test_fewer_cores_than_threads_would_think(monkeypatch):
+def test_a_core_quota_below_the_cores_is_a_note(monkeypatch):
     monkeypatch.setattr(doctor_host, "core_quota", lambda: 2.5)
     monkeypatch.setattr(doctor_host, "usable_cores", lambda: 8)
-    found = by_name(doctor_host.look_at_host())["host.cores"]
+    found = by_name(doctor_host.examine_host())["host.cores"]
     assert (found.verdict, found.fix) == (NOTE, "export OMP_NUM_THREADS=2")
 
 
 @pytest.mark.parametrize(("hard", "fix"), [(2**20, "ulimit -n 4096"), (256, "limits.conf")])
 def test_few_open_files(monkeypatch, hard, fix):
     monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda _: (256, hard))
-    found = by_name(doctor_host.look_at_host())["host.open_files"]
+    found = by_name(doctor_host.examine_host())["host.open_files"]
     assert found.verdict is NOTE
     assert fix in found.fix
 
@@ -176,7 +176,7 @@ def blas(architecture, measured=None):
 def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
     asked = answers(doctor_host, blas("Haswell", rates(122)), blas("SkylakeX", rates(235)))
-    found = by_name(doctor_host.look_at_numpy(quick=False))
+    found = by_name(doctor_host.examine_numpy(quick=False))
     assert asked[1][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
     assert found["numpy.kernel"].fix == "export OPENBLAS_CORETYPE=SkylakeX"
     assert "235 instead of 122 GFLOP/s" in found["numpy.kernel"].text
@@ -186,28 +186,28 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
 def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
     answers(doctor_host, blas("Haswell", rates(100)), blas("SkylakeX", rates(105)))
-    found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
+    found = by_name(doctor_host.examine_numpy(quick=False))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (OK, None)
     assert "105 instead of 100 GFLOP/s" in found.text
-    answers(doctor_host, blas("Haswell"))  # nothing is measured: what the processor's name tells
-    found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.kernel"]
+    answers(doctor_host, blas("Haswell"))  # nothing is measured: the processor's name decides
+    found = by_name(doctor_host.examine_numpy(quick=True))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (NOTE, "SkylakeX")
 
 
 def test_libraries_are_named_when_a_product_crashes(answers):
     answers(doctor_host, Answer(-4, f"{answer_line(blas('Haswell'))}\n", "", 30))
-    found = by_name(doctor_host.look_at_numpy(quick=False))
+    found = by_name(doctor_host.examine_numpy(quick=False))
     assert "openblas 0.3, /l.so" in found["numpy.blas"].text
     assert found["numpy.speed"].verdict is PROBLEM
 
 
 @pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (95, OK), (180, OK)])
-def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers):
+def test_threads_that_compete_for_cores(all_threads, verdict, monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "better_kernel", lambda kernel: None)
     measured = {"1": {"float32": 101, "float64": 46}}
     measured["2"] = {"float32": all_threads, "float64": all_threads}
     answers(doctor_host, blas("Haswell", measured))
-    found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.speed"]
+    found = by_name(doctor_host.examine_numpy(quick=False))["numpy.speed"]
     assert found.verdict is verdict
     assert ("slower than one" in found.text) == (verdict is NOTE)
     assert found.fix == ("export OMP_NUM_THREADS=1" if verdict is NOTE else None)
@@ -218,7 +218,7 @@ def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     replies = blas("Haswell", rates(100)), blas("SkylakeX", rates(without))
     asked = answers(doctor_host, *replies)
-    found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
+    found = by_name(doctor_host.examine_numpy(quick=False))["numpy.kernel"]
     assert [variables for _, variables in asked[1:]] == [{"OPENBLAS_CORETYPE": None}]
     assert found.verdict is verdict
     assert found.fix == ("unset OPENBLAS_CORETYPE" if verdict is NOTE else None)
@@ -230,7 +230,7 @@ def test_more_threads_than_cores(monkeypatch, answers):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     mkl = {**HASWELL, "internal_api": "mkl", "num_threads": 8}
     answers(doctor_host, [[mkl], None])
-    found = by_name(doctor_host.look_at_numpy(quick=True))
+    found = by_name(doctor_host.examine_numpy(quick=True))
     assert found["numpy.threads"].fix == "export OMP_NUM_THREADS=2"
     assert "from OMP_NUM_THREADS=8" in found["numpy.threads"].text
     assert "numpy.speed" not in found
@@ -241,28 +241,28 @@ def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
     measured = {"library": ["3.2.0", "/l/libdnnl.so.3"], "reason": "", "float32": 98.0}
     measured["bfloat16"] = 211.0
     answers(doctor_host, measured, measured | {"library": None, "reason": "no oneDNN: pip .."})
-    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    (found,) = doctor_host.examine_bfloat16(quick=False)
     assert "oneDNN 3.2.0 at /l/libdnnl.so.3; 211 and 98 GFLOP/s of bfloat16 and" in found.text
     assert found.verdict is OK
-    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    (found,) = doctor_host.examine_bfloat16(quick=False)
     assert "does not use the processor's unit: no oneDNN" in found.text
     assert (found.verdict, found.fix[-27:]) == (NOTE, "pip install onednn-cpu-gomp")
-    assert list(doctor_host.look_at_bfloat16(quick=True)) == []
+    assert list(doctor_host.examine_bfloat16(quick=True)) == []
     answers(doctor_host, Answer(-4, "", "", 30))
-    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    (found,) = doctor_host.examine_bfloat16(quick=False)
     assert (found.verdict, found.fix) == (NOTE, "export MPISHARD_ONEDNN=off")
     monkeypatch.setenv("MPISHARD_ONEDNN", "off")
     answers(doctor_host, measured | {"library": None, "reason": "MPISHARD_ONEDNN=off"})
-    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    (found,) = doctor_host.examine_bfloat16(quick=False)
     assert (found.verdict, found.fix) == (NOTE, "unset MPISHARD_ONEDNN")
     monkeypatch.setattr(doctor_host, "processor_has_unit", lambda: False)
-    assert list(doctor_host.look_at_bfloat16(quick=False)) == []  # no library would help
+    assert list(doctor_host.examine_bfloat16(quick=False)) == []  # no library would help
 
 
 def test_numba_that_compiles_nothing(monkeypatch, answers):
     def look(*replies):
         answers(doctor_host, *replies)
-        return next(doctor_host.look_at_numba(), None)
+        return next(doctor_host.examine_numba(), None)
 
     monkeypatch.setattr(doctor_host.settings, "numba_is_allowed", lambda: True)
     monkeypatch.setattr(doctor_host, "installed_version", {"numba": "0.61"}.get)
@@ -277,9 +277,9 @@ def test_numba_that_compiles_nothing(monkeypatch, answers):
 
 def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
     answers(doctor_host, [[], None])
-    assert by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
+    assert by_name(doctor_host.examine_numpy(quick=True))["numpy.blas"].verdict is NOTE
     answers(doctor_host, Answer(1, "", "ImportError: libgfortran.so.5\n", 30))
-    found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"]
+    found = by_name(doctor_host.examine_numpy(quick=True))["numpy.blas"]
     assert found.verdict is PROBLEM
     assert "libgfortran" in found.text
 
@@ -315,7 +315,7 @@ def test_leftovers_are_named_in_the_line_that_removes_them(monkeypatch, tmp_path
     dead = sorted(tmp_path.glob("mpich*"))
     monkeypatch.setattr(doctor_host, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor_host, "leftovers", lambda: dead)
-    found = by_name(doctor_host.look_at_shared_memory())["memory.leftovers"]
+    found = by_name(doctor_host.examine_shared_memory())["memory.leftovers"]
     assert len(found.value["files"]) == 25
     subprocess.run(["sh", "-c", found.fix], check=True)
     assert len(list(tmp_path.iterdir())) == 5  # the line is for the first 20
@@ -333,7 +333,7 @@ def test_a_folder_that_is_small_or_closed(monkeypatch, tmp_path, free, writable,
     monkeypatch.setattr(doctor_host, "free_bytes", lambda: free)
     if not writable:
         monkeypatch.setattr(doctor_host.tempfile, "TemporaryFile", refuse)
-    found = by_name(doctor_host.look_at_shared_memory())
+    found = by_name(doctor_host.examine_shared_memory())
     assert found["memory.folder"].verdict is verdict
 
 
@@ -369,7 +369,7 @@ def test_json_counts():
     assert summary([]) == "0 problems, 0 notes"
 
 
-def test_one_rank_speaks_under_a_launcher(monkeypatch):
+def test_only_the_first_rank_reports_under_a_launcher(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "1")
     result = CliRunner().invoke(app, ["doctor"])

@@ -1,4 +1,4 @@
-"""``mpishard doctor``: what it makes of MPI, GPUs and SLURM, most of them made up."""
+"""``mpishard doctor``: findings about MPI, GPUs and SLURM, most of them simulated."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor.finding import Verdict
-from mpishard.cli.doctor.mpi import look_at_mpi, why_it_failed
+from mpishard.cli.doctor.mpi import examine_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, MPILibrary
 
@@ -32,16 +32,16 @@ def by_name(findings):
 # ---------------------------------------------------------------------------------------------- MPI
 
 
-def test_a_strangers_launcher_first_on_path(programs):
+def test_the_launcher_of_another_mpi_first_on_path(programs):
     stranger = programs("mpiexec", OPEN_MPI_SAYS)
     own = Path("/opt/mpich/bin/mpiexec")
-    found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
+    found = by_name(examine_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
     assert found["mpi.mpiexec"].verdict is NOTE
     assert f"{stranger}, is Open MPI, and mpi4py loads MPICH 5.0.2" in found["mpi.mpiexec"].text
     assert found["mpi.mpiexec"].fix == f'export PATH={own.parent}:"$PATH"'
     assert "mpi.mpirun" not in found
     programs("mpiexec", HYDRA_SAYS)
-    found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
+    found = by_name(examine_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
     assert found.keys() == {"mpi.mpi4py", "mpi.launcher"}
 
 
@@ -49,7 +49,7 @@ def test_open_mpi_as_root(monkeypatch, programs):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
     mpi = MPIInstallation(OPEN_MPI, Launcher(programs("mpiexec", OPEN_MPI_SAYS), OPEN_MPI))
-    found = by_name(look_at_mpi(mpi))
+    found = by_name(examine_mpi(mpi))
     assert found["mpi.launcher"].fix == (
         "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     )
@@ -57,25 +57,25 @@ def test_open_mpi_as_root(monkeypatch, programs):
 
 def test_mpi_that_is_not_there(monkeypatch, programs):
     mpi = MPIInstallation(None, None, "mpi4py cannot be used here: ImportError: libmpi.so.40")
-    found = by_name(look_at_mpi(mpi))
+    found = by_name(examine_mpi(mpi))
     if "mpi.mpi4py" in found and found["mpi.mpi4py"].value is not None:
         assert found["mpi.mpi4py"].verdict is PROBLEM
         assert "no MPI: ImportError: libmpi.so.40" in found["mpi.mpi4py"].text
 
     monkeypatch.setattr(doctor_mpi, "installed_version", lambda _: None)
-    found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
+    found = by_name(examine_mpi(mpi))["mpi.mpi4py"]
     assert (found.verdict, found.fix[-24:]) == (NOTE, "pip install mpi4py mpich")
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # where ranks are wanted, with the site's own MPI
-    found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
+    found = by_name(examine_mpi(mpi))["mpi.mpi4py"]
     assert (found.verdict, found.fix[-18:]) == (PROBLEM, "pip install mpi4py")
-    assert list(doctor_job.look_at_a_job(mpi)) == []
+    assert list(doctor_job.examine_job(mpi)) == []
 
 
 def test_fixes_are_commands_without_holes(monkeypatch, programs):
     """A ``<folder>`` to be filled in is a redirection for the shell."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    found = [*look_at_mpi(MPIInstallation(MPICH, None, "no mpiexec"))]
-    found += doctor_mpi.look_at_slurm(NO_MPI)
+    found = [*examine_mpi(MPIInstallation(MPICH, None, "no mpiexec"))]
+    found += doctor_mpi.examine_slurm(NO_MPI)
     fixes = [finding.fix for finding in found if finding.fix]
     fixes += [cause.fix for _, cause in doctor_mpi._KNOWN]
     assert len(fixes) > 8
@@ -130,11 +130,11 @@ def test_a_crash_with_little_shared_memory_is_for_want_of_it(monkeypatch):
 def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers):
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
     answers(doctor_job, Answer(1, "", SAID["other"], 30))
-    found = by_name(doctor_job.look_at_a_job(mpi))["job.round_trip"]
+    found = by_name(doctor_job.examine_job(mpi))["job.round_trip"]
     assert found.verdict is PROBLEM
     assert "two ranks do not communicate: ValueError" in found.text
     answers(doctor_job, Answer(11, answer_line({}), "", 30))
-    found = by_name(doctor_job.look_at_a_job(mpi))["job.round_trip"]
+    found = by_name(doctor_job.examine_job(mpi))["job.round_trip"]
     assert (found.verdict, "do not end well" in found.text) == (PROBLEM, True)
 
 
@@ -151,7 +151,7 @@ def test_where_shared_memory_is_from(monkeypatch, programs, variable, taken, ver
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
     reply = {"world_size": 2, "nodes": 1, "level": "FUNNELED", "is_shared": taken is not None}
     answers(doctor_job, reply)
-    found = by_name(doctor_job.look_at_a_job(mpi))
+    found = by_name(doctor_job.examine_job(mpi))
     assert found["job.arena"].value["taken"] == taken
     assert (found["job.arena"].verdict, found["job.arena"].fix) == (verdict, fix)
     assert "MPI_THREAD_FUNNELED and not MULTIPLE" in found["job.threads"].text
@@ -160,10 +160,10 @@ def test_where_shared_memory_is_from(monkeypatch, programs, variable, taken, ver
 
 def test_settings_that_ranks_refuse(monkeypatch, programs):
     monkeypatch.setenv("MPISHARD_ARENA", "heap")
-    found = by_name(doctor_host.look_at_host())["host.settings"]
+    found = by_name(doctor_host.examine_host())["host.settings"]
     assert (found.verdict, found.fix) == (PROBLEM, "unset MPISHARD_ARENA")
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
-    assert list(doctor_job.look_at_a_job(mpi)) == []
+    assert list(doctor_job.examine_job(mpi)) == []
 
 
 # --------------------------------------------------------------------------------------------- GPUs
@@ -185,7 +185,7 @@ def with_cupy(monkeypatch, *packages):
 def test_a_gpu_without_cupy(monkeypatch, programs):
     with_cupy(monkeypatch)
     programs("nvidia-smi", SMI)
-    found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=False))
+    found = by_name(doctor_job.examine_gpus(NO_MPI, quick=False))
     assert "1 GPU: NVIDIA H200, 143771 MiB; driver 580.1, CUDA 13" in found["gpu.driver"].text
     assert found["gpu.cupy"].verdict is NOTE
     assert found["gpu.cupy"].fix.endswith("-m pip install 'cupy-cuda13x[ctk]>=14'")
@@ -194,15 +194,15 @@ def test_a_gpu_without_cupy(monkeypatch, programs):
 
 def test_no_gpu(monkeypatch, programs):
     with_cupy(monkeypatch)
-    assert list(doctor_job.look_at_gpus(NO_MPI, quick=False)) == []
+    assert list(doctor_job.examine_gpus(NO_MPI, quick=False)) == []
     programs("nvidia-smi", "NVIDIA-SMI has failed", code=9)
-    assert by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.driver"].verdict is NOTE
+    assert by_name(doctor_job.examine_gpus(NO_MPI, quick=True))["gpu.driver"].verdict is NOTE
 
 
 def test_cupy_twice_and_cupy_that_does_not_compute(monkeypatch, programs, answers):
     programs("nvidia-smi", SMI)
     with_cupy(monkeypatch, "cupy-cuda12x", "cupy-cuda13x")
-    found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
+    found = by_name(doctor_job.examine_gpus(NO_MPI, quick=True))["gpu.cupy"]
     assert found.verdict is PROBLEM
     assert "pip uninstall -y cupy-cuda12x && " in found.fix
     assert found.fix.endswith("--force-reinstall 'cupy-cuda13x[ctk]>=14'")
@@ -210,7 +210,7 @@ def test_cupy_twice_and_cupy_that_does_not_compute(monkeypatch, programs, answer
     driver = [Answer(0, SMI, "", 1)] * 2
     broken = Answer(1, "", "RuntimeError: Failed to find CUDA headers\n", 60)
     answers(doctor_job, *driver, broken)
-    found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
+    found = by_name(doctor_job.examine_gpus(NO_MPI, quick=True))["gpu.cupy"]
     assert "cupy-cuda12x 13.6 does not compute: RuntimeError: Failed to find CUDA" in found.text
     assert "uninstall -y cupy-cuda12x" in found.fix
     assert found.fix.endswith("install 'cupy-cuda13x[ctk]>=14'")
@@ -240,7 +240,7 @@ def test_operations_on_gpu_memory(monkeypatch, programs, replies, variable, verd
         monkeypatch.setenv("MPISHARD_CUDA_AWARE", variable)
     cupy = {"runtime": 13000, "driver": 13000, "memory": [2**37]}
     asked = answers(doctor_job, *[Answer(0, SMI, "", 1)] * 2, cupy, *replies)
-    found = by_name(doctor_job.look_at_gpus(MPIInstallation(MPICH, launcher), quick=False))
+    found = by_name(doctor_job.examine_gpus(MPIInstallation(MPICH, launcher), quick=False))
     assert found["gpu.cupy"].text == "cupy-cuda13x 13.6 computes on 1 GPU (128 GiB)"
     assert [command[-1] for command, _ in asked[3:]] == list(doctor_job._OPERATIONS)
     assert (found["gpu.cuda_aware"].verdict, found["gpu.cuda_aware"].fix) == (verdict, fix)
@@ -285,15 +285,15 @@ def test_the_plugin_of_a_cluster(
         monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
     programs("srun", listed)
     programs("scontrol", f"Configuration data\nMpiDefault              = {default}\nX = 1")
-    found = by_name(doctor_mpi.look_at_slurm(MPIInstallation(library)))
+    found = by_name(doctor_mpi.examine_slurm(MPIInstallation(library)))
     assert found["slurm.plugin"].verdict is verdict
     assert (found["slurm.plugin"].fix or "").endswith(fix or "")
 
 
 def test_an_allocation_without_srun(monkeypatch, programs):
-    assert list(doctor_mpi.look_at_slurm(NO_MPI)) == []
+    assert list(doctor_mpi.examine_slurm(NO_MPI)) == []
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert by_name(doctor_mpi.look_at_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
+    assert by_name(doctor_mpi.examine_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
 
 
 # NumPy as CuPy, and ranks that try every operation in one job: on GPUs each has its own.

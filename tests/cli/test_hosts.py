@@ -1,4 +1,4 @@
-"""What --hosts may say."""
+"""The values of --hosts."""
 
 import re
 
@@ -19,7 +19,7 @@ from mpishard.cli.run.launcher import Host, parse_hosts
         ("a:4,b:8", 6, {"a": 4, "b": 8}),
     ],
 )
-def test_deals_the_ranks(text, ranks, slots):
+def test_ranks_are_distributed_over_hosts(text, ranks, slots):
     assert parse_hosts(text, ranks) == [Host(name, n) for name, n in slots.items()]
 
 
@@ -43,7 +43,7 @@ def test_refuses(text, ranks, message):
 @pytest.mark.parametrize(
     "name", ["../x", "a..b", "-oProxyCommand=x", f"{'a' * 64}.b", "a b", "é", ".a", "a." * 150]
 )
-def test_refuses_what_is_no_name_of_a_machine(name):
+def test_refuses_invalid_names_of_machines(name):
     with pytest.raises(ValueError, match=f"got {re.escape(repr(name))}"):
         parse_hosts(f"good,{name}", 2)
 

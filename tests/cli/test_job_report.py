@@ -1,4 +1,4 @@
-"""Who is named for the end of a job, and its exit code, from what launchers say of it."""
+"""Exit code of a job and the rank that is named, for the ends that launchers report."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpishard.base import settings
-from mpishard.cli.run.job_report import JobEnd, Verdict, interrupted
+from mpishard.cli.run.job_report import JobEnd, JobResult, interrupted
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.call import Call, CollectiveKind
@@ -57,9 +57,9 @@ def job(launcher_code, *ended, states=None, **known):
 @pytest.mark.parametrize("launcher_code", [9, 137], ids=["Hydra", "Open MPI and srun"])
 def test_names_the_first_that_was_killed(launcher_code):
     ends = (1, KILLED), (0, KILLED), (2, KILLED)
-    verdict = job(launcher_code, *ends, is_hydra=launcher_code == 9).judge()
-    assert verdict.code == 137
-    (line,) = verdict.lines
+    result = job(launcher_code, *ends, is_hydra=launcher_code == 9).judge()
+    assert result.code == 137
+    (line,) = result.lines
     host = record_of(0).host
     assert line == (
         f"rank 1 (process 4001 on {host}) was killed by signal 9 (SIGKILL; out of memory?) "
@@ -74,16 +74,16 @@ def test_names_the_first_that_was_killed(launcher_code):
         (11, SEGMENTED, 139, "signal 11 (SIGSEGV)"),
         (6 | 9, -6, 134, "signal 6 (SIGABRT)"),  # Hydra: or-ed with the others'
         (7, -7, 135, "signal 7 (SIGBUS; shared memory full?)"),
-        (9, 7, 7, "ended with code 7 without leaving"),  # Hydra tells the others' SIGKILL
+        (9, 7, 7, "ended with code 7 without leaving"),  # Hydra returns the others' SIGKILL
         (7, 7, 7, "ended with code 7 without leaving"),
         (0, ENDED, 1, "ended with code 0 without leaving"),  # os._exit(0): Hydra is content
     ],
 )
 def test_code_of_the_first_that_failed_under_hydra(launcher_code, status, code, words):
-    verdict = job(launcher_code, (1, status), (0, KILLED), (2, KILLED)).judge()
-    assert verdict.code == code
-    assert verdict.lines[0].startswith("rank 1 ")
-    assert words in verdict.lines[0]
+    result = job(launcher_code, (1, status), (0, KILLED), (2, KILLED)).judge()
+    assert result.code == code
+    assert result.lines[0].startswith("rank 1 ")
+    assert words in result.lines[0]
 
 
 @pytest.mark.parametrize(
@@ -96,30 +96,30 @@ def test_code_of_the_first_that_failed_under_hydra(launcher_code, status, code, 
 )
 def test_code_of_the_first_that_failed_under_open_mpi(launcher_code, status, code, words):
     ends = (1, status), (0, TERMINATED), (2, TERMINATED)
-    verdict = job(launcher_code, *ends, is_hydra=False).judge()
-    assert verdict.code == code
-    assert verdict.lines[0].startswith("rank 1 ")
-    assert words in verdict.lines[0]
+    result = job(launcher_code, *ends, is_hydra=False).judge()
+    assert result.code == code
+    assert result.lines[0].startswith("rank 1 ")
+    assert words in result.lines[0]
 
 
-def test_those_that_the_launcher_ended_for_an_abort_are_not_blamed():
+def test_ranks_that_the_launcher_ended_after_an_abort_are_not_blamed():
     # MPI_Abort(5): Hydra kills the rank that called it together with the others.
-    assert job(5, (0, KILLED), (1, KILLED), (2, KILLED)).judge() == Verdict(5)
+    assert job(5, (0, KILLED), (1, KILLED), (2, KILLED)).judge() == JobResult(5)
     # Open MPI lets it end by itself, at times after others.
-    verdict = job(5, (0, TERMINATED), (1, 5), (2, TERMINATED)).judge()
-    assert verdict.code == 5
-    assert verdict.lines[0].startswith("rank 1 ")
+    result = job(5, (0, TERMINATED), (1, 5), (2, TERMINATED)).judge()
+    assert result.code == 5
+    assert result.lines[0].startswith("rank 1 ")
 
 
-def test_a_report_stands():
+def test_the_report_of_a_rank_counts():
     states = {1: (RankState.REPORTED, 1)}
     ends = (0, KILLED), (2, KILLED), (1, 1)
-    assert job(1, *ends, states=states).judge() == Verdict(1)
+    assert job(1, *ends, states=states).judge() == JobResult(1)
     assert job(143, (0, TERMINATED), states={1: (RankState.REPORTED, 143)}).judge().code == 143
     # It said that rank 0 is gone, and not how it went.
-    verdict = job(139, (0, SEGMENTED), (1, TERMINATED), states=states).judge()
-    assert verdict.code == 139
-    assert verdict.lines[0].startswith("rank 0 ")
+    result = job(139, (0, SEGMENTED), (1, TERMINATED), states=states).judge()
+    assert result.code == 139
+    assert result.lines[0].startswith("rank 0 ")
 
 
 @pytest.mark.parametrize(
@@ -130,43 +130,43 @@ def test_a_report_stands():
         (KILLED, 137, "was killed by signal 9"),
     ],
 )
-def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, words):
+def test_a_rank_that_others_report_as_gone_is_named_with_its_end(status, code, words):
     states = {1: (RankState.REPORTED, 0)}
     ends = (0, status), (2, TERMINATED), (1, 1)
-    verdict = job(1, *ends, states=states, is_hydra=False).judge()
-    assert verdict.code == code
-    assert verdict.lines[0].startswith("rank 0 ")
-    assert words in verdict.lines[0]
+    result = job(1, *ends, states=states, is_hydra=False).judge()
+    assert result.code == code
+    assert result.lines[0].startswith("rank 0 ")
+    assert words in result.lines[0]
     # The ranks of another machine are not seen.
     ends = (2, TERMINATED), (1, 1)
-    assert job(1, *ends, states=states, is_hydra=False, is_local=False).judge() == Verdict(1)
+    assert job(1, *ends, states=states, is_hydra=False, is_local=False).judge() == JobResult(1)
 
 
-def test_a_signal_to_the_command_is_told_where_no_rank_does():
+def test_a_signal_to_the_command_is_reported_if_no_rank_reports_it():
     records = {0: record_of(0), 1: record_of(1), 2: record_of(2, calls=3, waits=3)}
-    verdict = interrupted(signal.SIGINT, RankLogs.of_job(records.values()))
-    assert verdict.code == 130
+    result = interrupted(signal.SIGINT, RankLogs.of_job(records.values()))
+    assert result.code == 130
     place = "all_reduce(SUM, float64[4]), at train.py:33"
-    (line,) = verdict.lines
+    (line,) = result.lines
     assert line == (
         f"interrupted (SIGINT); the ranks were ended; ranks 0, 1 after collective 2, {place}; "
         f"rank 2 in collective 3, {place}"
     )
-    assert interrupted(signal.SIGTERM, {}) == Verdict(
+    assert interrupted(signal.SIGTERM, {}) == JobResult(
         143, ("ended by SIGTERM; the ranks were ended",)
     )
     records[1] = record_of(1, RankState.REPORTED, 130)
-    assert interrupted(signal.SIGINT, RankLogs.of_job(records.values())) == Verdict(130)
+    assert interrupted(signal.SIGINT, RankLogs.of_job(records.values())) == JobResult(130)
 
 
 def test_ranks_that_left_have_codes_of_their_own():
     left = dict.fromkeys(range(3), (RankState.LEFT,))
     ends = (0, ENDED), (1, 3), (2, 4)
-    assert job(3 | 4, *ends, states=left).judge() == Verdict(3)
-    assert job(0, (0, ENDED), (1, ENDED), (2, ENDED), states=left).judge() == Verdict(0)
-    verdict = job(11, (0, ENDED), (1, SEGMENTED), states=left).judge()
-    assert verdict.code == 139
-    assert "after it had left all worlds cleanly" in verdict.lines[0]
+    assert job(3 | 4, *ends, states=left).judge() == JobResult(3)
+    assert job(0, (0, ENDED), (1, ENDED), (2, ENDED), states=left).judge() == JobResult(0)
+    result = job(11, (0, ENDED), (1, SEGMENTED), states=left).judge()
+    assert result.code == 139
+    assert "after it had left all worlds cleanly" in result.lines[0]
 
 
 def test_before_and_in_init():
@@ -178,19 +178,19 @@ def test_before_and_in_init():
     assert "before any collective" in job(9, (2, KILLED), records=records).judge().lines[0]
 
 
-def test_hydra_breaks_where_a_rank_is_killed_that_it_is_answering():
+def test_hydra_breaks_if_a_rank_is_killed_in_init():
     records = {rank: record_of(rank, RankState.STARTED) for rank in (1, 2)}
-    verdict = job(255, (2, KILLED), (1, KILLED), records=records).judge()
-    assert verdict.code == 137
-    assert re.match(r"rank 2 \(process 4002 on .*\) was killed by signal 9", verdict.lines[0])
+    result = job(255, (2, KILLED), (1, KILLED), records=records).judge()
+    assert result.code == 137
+    assert re.match(r"rank 2 \(process 4002 on .*\) was killed by signal 9", result.lines[0])
     # After init it may be an MPI_Abort(-1), for which Hydra ends all ranks.
-    assert job(255, (2, KILLED), (1, KILLED), (0, KILLED)).judge() == Verdict(255)
+    assert job(255, (2, KILLED), (1, KILLED), (0, KILLED)).judge() == JobResult(255)
 
 
 def test_a_rank_that_fails_before_any_calls_init_is_named():
-    verdict = job(1, (1, 1), (0, TERMINATED), records={}, is_hydra=False).judge()
-    assert verdict.code == 1
-    (line,) = verdict.lines
+    result = job(1, (1, 1), (0, TERMINATED), records={}, is_hydra=False).judge()
+    assert result.code == 1
+    (line,) = result.lines
     assert line == (
         "rank 1 (process 4001) ended with code 1 before it called mpishard.init(); "
         "the others were ended for it"
@@ -204,48 +204,48 @@ def test_machines_that_cannot_be_reached():
         "no rank was started (exit code 255 of mpirun): can a, b be reached by `ssh a true`, "
         "`ssh b true`?"
     )
-    assert job(3, records={}, hosts=hosts, is_local=False).judge() == Verdict(3)
-    assert job(255, records={}).judge() == Verdict(255)
+    assert job(3, records={}, hosts=hosts, is_local=False).judge() == JobResult(3)
+    assert job(255, records={}).judge() == JobResult(255)
     states = dict.fromkeys(range(3), (RankState.LEFT,))
-    assert job(255, states=states, hosts=hosts, is_local=False).judge() == Verdict(255)
+    assert job(255, states=states, hosts=hosts, is_local=False).judge() == JobResult(255)
 
 
-def test_those_that_others_waited_for_in_init_are_named():
+def test_ranks_that_never_came_to_init_are_named():
     records = {0: record_of(0, RankState.REPORTED, 124)}
-    verdict = job(124, (1, ENDED), (0, 124), (2, KILLED), records=records).judge()
-    assert verdict.code == 124
-    assert verdict.lines == (
+    result = job(124, (1, ENDED), (0, 124), (2, KILLED), records=records).judge()
+    assert result.code == 124
+    assert result.lines == (
         "rank 1 (process 4001) ended with code 0 before it called mpishard.init()",
     )
 
 
 def test_a_rank_that_is_killed_before_init_is_named():
-    verdict = job(9, (1, KILLED), records={}).judge()
-    assert verdict.code == 137
-    assert verdict.lines[0].startswith("rank 1 (process 4001) was killed by signal 9")
-    assert job(0, (1, ENDED), records={}).judge() == Verdict(0)
+    result = job(9, (1, KILLED), records={}).judge()
+    assert result.code == 137
+    assert result.lines[0].startswith("rank 1 (process 4001) was killed by signal 9")
+    assert job(0, (1, ENDED), records={}).judge() == JobResult(0)
 
 
-def test_a_launcher_that_breaks_by_itself_is_named():
-    """As it does if the output of the ranks cannot be written: the disk is full."""
+def test_a_launcher_that_fails_by_itself_is_named():
+    """As if the disk is full, and the launcher cannot write the output of the ranks."""
     line = "no rank failed, and mpiexec ended with code 255: its messages say why"
     assert job(255, (0, ENDED)).judge().lines != (line,)  # that rank left the others alone
-    assert job(255).judge() == Verdict(255, (line,))
+    assert job(255).judge() == JobResult(255, (line,))
 
 
 def test_on_several_machines_a_signal_may_be_the_launchers():
-    assert job(9, (1, KILLED), is_local=False).judge() == Verdict(9)
+    assert job(9, (1, KILLED), is_local=False).judge() == JobResult(9)
     line = job(255, (1, SEGMENTED), is_local=False, launcher_may_break=True).judge().lines[0]
     assert "signal 11" in line
-    verdict = job(0, is_local=False).judge()
-    assert (verdict.code, verdict.lines) == (1, ("ranks 0-2 ended without leaving",))
+    result = job(0, is_local=False).judge()
+    assert (result.code, result.lines) == (1, ("ranks 0-2 ended without leaving",))
 
 
-def test_a_world_of_one_may_end_as_it_likes():
+def test_a_world_of_one_may_end_without_leaving():
     one = JobEnd(
         1, 0, RankLogs.of_job([record_of(0, world_size=1)]), [RankProcess(0, 4000, 3000, ENDED)]
     )
-    assert one.judge() == Verdict(0)
+    assert one.judge() == JobResult(0)
 
 
 @pytest.mark.parametrize(
@@ -254,17 +254,17 @@ def test_a_world_of_one_may_end_as_it_likes():
 )
 def test_the_one_rank_of_a_world_of_one_is_named(launcher_code, status, code, words):
     ended = [RankProcess(0, 4000, 3000, status)]
-    verdict = JobEnd(1, launcher_code, {}, ended, is_hydra=True).judge()
-    assert verdict.code == code
-    assert words in verdict.lines[0]
-    assert "init" not in verdict.lines[0]
+    result = JobEnd(1, launcher_code, {}, ended, is_hydra=True).judge()
+    assert result.code == code
+    assert words in result.lines[0]
+    assert "init" not in result.lines[0]
 
 
 def test_the_rank_for_which_the_job_was_ended():
     culprit = RankProcess(2, 4002, 3000, 1)
-    verdict = job(143, (2, 1), records={}, stopped_for=culprit).judge()
-    assert verdict.code == 1
-    assert verdict.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
+    result = job(143, (2, 1), records={}, stopped_for=culprit).judge()
+    assert result.code == 1
+    assert result.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
 
 
 def test_the_cause_in_a_line():
@@ -299,7 +299,7 @@ class TestSeveralWorldsOfOneProcess:
     def two(self, first, second):
         return RankLogs((record_of(2, first), record_of(0, second, calls=3, world_number=1)))
 
-    def test_a_rank_has_left_where_it_left_all(self):
+    def test_a_rank_has_left_if_it_left_all_worlds(self):
         left, running = RankState.LEFT, RankState.RUNNING
         assert self.two(left, left).state is left
         assert self.two(running, left).state is running
@@ -328,17 +328,17 @@ class TestSeveralWorldsOfOneProcess:
         assert "after collective 3" in line
         assert "rank 3 of the job, in a world of its own rank 1 of 2, process " in logs[3].text()
 
-    def test_a_world_that_was_left_hides_nothing(self):
+    def test_a_world_that_was_left_hides_no_other_world(self):
         records = [
             record_of(rank, state, world_number=number)
             for rank in range(2)
             for number, state in enumerate((RankState.RUNNING, RankState.LEFT))
         ]
         ended = [RankProcess(1, 4001, 3000, ENDED)]
-        verdict = JobEnd(2, 0, RankLogs.of_job(records), ended, is_hydra=True).judge()
-        assert verdict.code == 1
-        assert verdict.lines[0].startswith("rank 1 ")
-        assert "ended with code 0 without leaving" in verdict.lines[0]
+        result = JobEnd(2, 0, RankLogs.of_job(records), ended, is_hydra=True).judge()
+        assert result.code == 1
+        assert result.lines[0].startswith("rank 1 ")
+        assert "ended with code 0 without leaving" in result.lines[0]
 
 
 class TestRanksThatOutliveEachOther:
@@ -348,40 +348,40 @@ class TestRanksThatOutliveEachOther:
         return job(code, *ended, states=states, is_hydra=False, survives=True).judge()
 
     @pytest.mark.parametrize("code", [0, settings.EXIT_PREEMPTED])
-    def test_each_that_was_lost_is_named_and_the_code_is_that_of_the_others(self, code):
+    def test_each_lost_rank_is_named_and_the_code_is_that_of_the_others(self, code):
         states = {1: self.LEFT, 2: (RankState.REPORTED, 1)}
-        verdict = self.judge(code, (0, KILLED), (2, KILLED), (1, ENDED), states=states)
-        killed, failed = verdict.lines
-        assert verdict.code == code
+        result = self.judge(code, (0, KILLED), (2, KILLED), (1, ENDED), states=states)
+        killed, failed = result.lines
+        assert result.code == code
         assert "rank 0 (process 4000" in killed
         assert "was killed by signal 9 (SIGKILL; out of memory?) after collective 2" in killed
         assert killed.endswith("at train.py:33; the others continued without it")
         assert "rank 2 (process 4002" in failed
         assert failed.endswith("failed, as it reported; the others continued without it")
 
-    def test_a_survivor_that_is_killed_when_it_is_alone_has_not_come_to_its_end(self):
+    def test_a_last_survivor_that_is_killed_fails_the_job(self):
         running = (RankState.RUNNING,)
-        verdict = self.judge(0, (1, KILLED), (0, KILLED), states={0: self.LEFT, 1: running})
-        assert verdict.code == 137
-        assert "was killed by signal 9" in verdict.lines[0]
+        result = self.judge(0, (1, KILLED), (0, KILLED), states={0: self.LEFT, 1: running})
+        assert result.code == 137
+        assert "was killed by signal 9" in result.lines[0]
 
-    def test_nothing_is_said_where_nothing_was_lost(self):
+    def test_nothing_is_printed_if_no_rank_was_lost(self):
         states = dict.fromkeys(range(3), self.LEFT)
         ends = (0, ENDED), (1, ENDED), (2, ENDED)
-        assert self.judge(0, *ends, states=states) == Verdict(0)
+        assert self.judge(0, *ends, states=states) == JobResult(0)
 
-    def test_a_code_of_those_that_are_left_is_kept(self):
+    def test_the_code_of_the_remaining_ranks_is_kept(self):
         states = {1: self.LEFT, 2: self.LEFT}
         ends = (0, KILLED), (1, 5), (2, 5)
         assert self.judge(5, *ends, states=states).code == 5
 
-    def test_where_none_is_left_the_first_is_blamed(self):
+    def test_the_first_lost_rank_is_blamed_if_none_remains(self):
         states = {1: (RankState.REPORTED, 0)}
-        verdict = self.judge(0, (0, KILLED), (1, KILLED), (2, KILLED), states=states)
-        assert verdict.code == 137
-        assert "rank 0 (process 4000" in verdict.lines[0]
+        result = self.judge(0, (0, KILLED), (1, KILLED), (2, KILLED), states=states)
+        assert result.code == 137
+        assert "rank 0 (process 4000" in result.lines[0]
 
-    def test_where_ranks_end_together_a_loss_is_a_failure(self):
+    def test_a_lost_rank_fails_the_job_if_ranks_may_not_outlive_it(self):
         states = {1: self.LEFT, 2: self.LEFT}
         ended = (0, KILLED), (1, ENDED), (2, ENDED)
         assert job(0, *ended, states=states, is_hydra=False).judge().code == 137
@@ -407,24 +407,24 @@ def test_a_launcher_s_process_that_is_gone_is_named():
         "ranks 0, 1 were killed: process 77 of mpiexec, which had started ranks 0, 1, is gone "
         "(killed, or crashed)"
     )
-    assert job(15, orphaned=orphans).judge() == Verdict(1, (line,))
+    assert job(15, orphaned=orphans).judge() == JobResult(1, (line,))
     # A rank that failed before is the cause.
     assert job(9, (2, KILLED), orphaned=orphans).judge().code == 137
 
 
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
-    """Open MPI ends when one rank has ended with a code: another may still be on its way out."""
+    """Open MPI ends when one rank has ended with a code; another may still be ending then."""
     orphans = [RankProcess(0, 4000, 3000, orphaned_by=77)]
     states = {0: (RankState.LEFT,), 1: (RankState.LEFT,)}
     end = job(75, (2, KILLED), (1, 75), states=states, orphaned=orphans, is_hydra=False)
-    verdict = dataclasses.replace(end, survives=True).judge()
-    assert verdict.code == 75
-    (line,) = verdict.lines
+    result = dataclasses.replace(end, survives=True).judge()
+    assert result.code == 75
+    (line,) = result.lines
     assert line.startswith("rank 2 (process 4002 ")
 
 
 @pytest.mark.parametrize("known", [{}, {"records": {}}], ids=["in a world", "before init"])
-def test_a_rank_that_was_killed_with_its_agent_is_said_to_be(known):
-    verdict = job(9, **known).judge()
-    assert verdict.code == 137
-    assert "a rank was killed by signal 9" in verdict.lines[0]
+def test_a_rank_that_was_killed_with_its_agent_is_reported_as_killed(known):
+    result = job(9, **known).judge()
+    assert result.code == 137
+    assert "a rank was killed by signal 9" in result.lines[0]

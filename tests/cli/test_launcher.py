@@ -1,4 +1,4 @@
-"""Which mpiexec belongs to which MPI library."""
+"""The search for the mpiexec that belongs to an MPI library."""
 
 import os
 import sys
@@ -67,7 +67,7 @@ def test_names_the_library_in_a_few_words():
     assert str(INTEL) == "Intel MPI 2021.14"
 
 
-def test_passes_by_a_launcher_of_another_mpi(bare_path, monkeypatch):
+def test_skips_a_launcher_of_another_mpi(bare_path, monkeypatch):
     other = add_program(bare_path / "bin/mpiexec", OPEN_MPI_SAYS)
     mine = add_program(bare_path / "more/mpiexec", HYDRA_SAYS)
     monkeypatch.setenv("PATH", f"{other.parent}{os.pathsep}{mine.parent}")
@@ -102,7 +102,7 @@ def test_names_what_it_found_instead(bare_path):
         find_launcher(MPICH)
 
 
-def test_a_launcher_that_does_not_run_is_none(bare_path):
+def test_a_launcher_that_does_not_run_is_skipped(bare_path):
     broken = bare_path / "bin/mpiexec"
     broken.parent.mkdir()
     broken.write_text("#!/nowhere\n")
@@ -111,7 +111,7 @@ def test_a_launcher_that_does_not_run_is_none(bare_path):
         find_launcher(MPICH)
 
 
-def test_a_library_that_nobody_knows(bare_path):
+def test_an_unknown_library_is_refused(bare_path):
     with pytest.raises(MPIUnavailableError, match="Fujitsu MPI Library"):
         find_launcher(MPILibrary("Fujitsu MPI Library 4.0.0"))
 
@@ -128,7 +128,7 @@ def test_srun_inside_an_allocation_only(bare_path, monkeypatch):
     assert {"--nodelist=n1,n2", "--nodes=2"} < set(command)
     assert "--export=ALL" in command
     assert command[-2:] == ["python", "a.py"]
-    with pytest.raises(ValueError, match="--hosts n1:1,n2:3: inside SLURM srun deals the ranks"):
+    with pytest.raises(ValueError, match="--hosts n1:1,n2:3: inside SLURM srun distributes"):
         launcher.command(4, ["p"], hosts=[Host("n1", 1), Host("n2", 3)])
 
 
@@ -156,7 +156,7 @@ def test_open_mpi_command(monkeypatch, user):
     assert there[-3:] == ["-x", "OMP_NUM_THREADS", "p"]
 
 
-def test_where_a_process_finds_its_rank():
+def test_the_variable_that_holds_the_rank():
     assert Launcher(Path("/opt/mpiexec"), MPICH).rank_variable == "PMI_RANK"
     assert Launcher(Path("/opt/mpiexec"), INTEL).rank_variable == "PMI_RANK"
     assert Launcher(Path("/opt/mpiexec"), OPEN_MPI).rank_variable == "OMPI_COMM_WORLD_RANK"

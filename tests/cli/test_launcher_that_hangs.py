@@ -1,4 +1,4 @@
-"""Where all ranks have ended, their launcher is not waited for for ever."""
+"""A launcher that does not end after its ranks is killed."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def as_before():
 @pytest.mark.parametrize(
     ("ends", "code"), [(["exit 0", "exit 0"], 0), (["exit 0", "exit 3"], 3), (["kill -9 $$"], 137)]
 )
-def test_it_is_ended(ends, code, monkeypatch):
+def test_a_launcher_that_outlives_its_ranks_is_ended(ends, code, monkeypatch):
     monkeypatch.setattr(supervisor, "_LAUNCHER_SECONDS", 0.3)
     launcher = Launcher(Path("prterun"), MPILibrary("Open MPI v5.0.11, ident: 5.0.11"))
     assert launcher.rank_variable
@@ -52,4 +52,4 @@ def test_it_is_ended(ends, code, monkeypatch):
     program = LAUNCHER.replace("PMI_RANK", launcher.rank_variable).replace("*AGENT", f"*{agent}")
     command, size = [sys.executable, "-c", program, *ends], len(ends)
     job = Supervisor("test", launcher, command, size, Resizing(size, size, size))
-    assert job.run(os.environ).verdict.code == code
+    assert job.run(os.environ).result.code == code

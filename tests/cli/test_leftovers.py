@@ -1,4 +1,4 @@
-"""What a job leaves in shared memory goes, and nothing else."""
+"""Removal of the files that a job leaves in shared memory, and of no others."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""The folder of --log-dir: nothing of an earlier job is lost."""
+"""The folder of --log-dir: logs of an earlier job are kept."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from mpishard.cli.run.logs import (
     CALLS,
     check_log_folder,
     folder_of_start,
-    held_log_folder,
+    locked_log_folder,
     prepare_log_folder,
 )
 from mpishard.communication.contract.status import StatusPage
@@ -26,7 +26,7 @@ def leave_logs(folder, text):
 
 def test_earlier_logs_are_moved_aside(tmp_path):
     folder = tmp_path / "a" / "logs"
-    with held_log_folder(folder):
+    with locked_log_folder(folder):
         assert prepare_log_folder(folder) is None
     (folder / "notes.txt").write_text("mine")
     for number, text in enumerate(("first", "second"), start=1):
@@ -77,5 +77,5 @@ def test_a_file_system_without_locks_does_not_keep_jobs_from_logging(tmp_path, m
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with held_log_folder(tmp_path):
+    with locked_log_folder(tmp_path):
         pass

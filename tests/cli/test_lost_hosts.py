@@ -1,4 +1,4 @@
-"""Hosts are asked for as the launcher would reach them."""
+"""The search for lost hosts, by the remote shell or SLURM."""
 
 import signal
 import socket
@@ -30,7 +30,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def no_name_server(monkeypatch):
-    """The hosts of these tests have no address, whatever this machine asks."""
+    """The hosts of these tests have no address, even if this machine asks a name server."""
     asked = socket.getaddrinfo
 
     def answer(name, *rest, **options):
@@ -43,7 +43,7 @@ def no_name_server(monkeypatch):
 
 @pytest.fixture
 def shell(programs, tmp_path, monkeypatch):
-    """Puts a pretended ssh of that name on PATH; returns the file of what it was asked."""
+    """Put a simulated ssh of that name on PATH; return the file with its arguments."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -61,7 +61,7 @@ def hosts(*names):
 
 
 @pytest.mark.parametrize("launcher", [MPICH, OPEN_MPI])
-def test_those_that_ssh_does_not_reach_are_lost(shell, launcher):
+def test_hosts_that_ssh_does_not_reach_are_lost(shell, launcher):
     asked = shell("ssh")
     names = ("near.test", "far1.test", "localhost", socket.gethostname(), "127.0.0.1", "far2.test")
     assert find_lost_hosts(launcher, hosts(*names), []) == ["far1.test", "far2.test"]
@@ -84,7 +84,9 @@ def test_without_ssh_all_others_are_lost(programs):
         (OPEN_MPI, "OMPI_MCA_plm_rsh_agent", "myssh"),
     ],
 )
-def test_by_the_program_that_the_launcher_is_told(shell, monkeypatch, launcher, variable, value):
+def test_hosts_are_tested_by_the_remote_shell_of_the_launcher(
+    shell, monkeypatch, launcher, variable, value
+):
     asked = shell("myssh")
     monkeypatch.setenv(variable, value)
     assert find_lost_hosts(launcher, hosts("near.test", "far.test"), []) == ["far.test"]
@@ -92,19 +94,19 @@ def test_by_the_program_that_the_launcher_is_told(shell, monkeypatch, launcher, 
     assert f"{options}near.test true" in asked.read_text().splitlines()
 
 
-def test_one_that_does_not_answer_in_time_is_lost(shell, monkeypatch):
+def test_a_host_that_does_not_answer_in_time_is_lost(shell, monkeypatch):
     shell("ssh")
     monkeypatch.setattr(restarts, "_ANSWER_SECONDS", 0.1)
     assert find_lost_hosts(MPICH, hosts("slow.test"), []) == ["slow.test"]
 
 
-def test_a_signal_ends_the_questions(shell, monkeypatch):
+def test_a_signal_ends_the_tests_of_hosts(shell, monkeypatch):
     shell("ssh")
     monkeypatch.setattr(restarts, "_ANSWER_SECONDS", 1e9)
     find_lost_hosts(MPICH, hosts("slow.test"), [signal.SIGINT])
 
 
-def test_slurms_word_for_its_nodes(programs):
+def test_slurm_decides_which_nodes_are_lost(programs):
     states = {
         "n1": "alloc", "n2": "down*", "n3": "mix", "n4": "drng", "n5": "idle*", "n6": "fail",
         "n7": "alloc-", "n8": "idle~", "n9": "drain",
@@ -114,7 +116,7 @@ def test_slurms_word_for_its_nodes(programs):
     assert lost == ["n2", "n5", "n6", "n8", "n9", "unknown"]
 
 
-def test_where_slurm_says_nothing_no_node_is_lost(programs):
+def test_no_node_is_lost_if_slurm_does_not_answer(programs):
     assert find_lost_hosts(SLURM, hosts("n1"), []) == []
     programs("sinfo", "slurm_load_partitions: Unable to contact slurm controller", code=1)
     assert find_lost_hosts(SLURM, hosts("n1"), []) == []

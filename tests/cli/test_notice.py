@@ -37,7 +37,7 @@ signal.raise_signal(signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-def test_the_command_hears_it_while_it_is_being_imported(is_ignored):
+def test_a_notice_during_the_imports_is_kept(is_ignored):
     ignore = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" * is_ignored
     ended = subprocess.run(
         [sys.executable, "-c", ignore + PROGRAM], capture_output=True, text=True, check=False
@@ -49,14 +49,14 @@ def test_the_command_hears_it_while_it_is_being_imported(is_ignored):
 RANK = """
 import os, signal, sys
 import mpishard
-from mpishard.communication.failure.watchdog import preemption_notice as order
-sys.exit(0 if order.is_given else 3)
+from mpishard.communication.failure.watchdog import preemption_notice
+sys.exit(0 if preemption_notice.is_given else 3)
 """
 
 
 @pytest.mark.spawned
-def test_each_start_of_the_job_is_told(monkeypatch, tmp_path):
-    """Also of ranks that begin after the order: it waits until they import mpishard."""
+def test_each_start_of_the_job_receives_the_notice(monkeypatch, tmp_path):
+    """Ranks that begin after the notice receive it, too, when they import mpishard."""
     given = Notice()
     given.receive(signal.SIGUSR1, None)
     monkeypatch.setattr(module, "notice", given)
@@ -67,4 +67,4 @@ def test_each_start_of_the_job_is_told(monkeypatch, tmp_path):
     launcher = Launcher(Path("mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
     for _ in range(2):
         supervisor = Supervisor("run", launcher, command, 1, Resizing(1, 1, 1), log_folder=tmp_path)
-        assert supervisor.run(variables).verdict.code == 0
+        assert supervisor.run(variables).result.code == 0

@@ -83,7 +83,7 @@ def test_json():
     assert interleaved["virtual_stages_per_rank"] == 4
     assert interleaved["bubble_fraction"] == pytest.approx(3 / 35)
     assert interleaved["published_bubble_fraction"] == pytest.approx(3 / 35)
-    # A rank's times are dealt to its stages: the work is the same for all.
+    # The times of a rank are divided among its stages: the work is the same for all.
     assert interleaved["makespan"] == pytest.approx(24 + 3 * 3 / 4)
     assert rows["ZB-H2"]["idle_fraction"] == pytest.approx(3 / 27)
     assert rows["ZB-H2"]["peak_live"] == [7, 5, 3, 1]

@@ -40,7 +40,7 @@ def test_one_run_and_several(runs: list[Path], tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_drawn_is_named(runs: list[Path], tmp_path: Path) -> None:
+def test_runs_that_cannot_be_drawn_are_refused_by_name(runs: list[Path], tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert plot(nothing) == (2, f"mpishard plot: there is no {nothing}\n")
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""``mpishard run``: words that users of mpirun type, and what is meant by them."""
+"""``mpishard run``: arguments that users of mpirun type, and the program that runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["app"], False, ["app"]),
     ],
 )
-def test_what_is_meant_is_run(words: list[str], is_module: bool, arguments: list[str]) -> None:
+def test_the_intended_program_is_run(
+    words: list[str], is_module: bool, arguments: list[str]
+) -> None:
     assert python_arguments(words, is_module) == arguments
 
 
@@ -56,7 +58,7 @@ def test_what_is_meant_is_run(words: list[str], is_module: bool, arguments: list
          r"ranks run in \S+, not in /opt/other/bin/python3: leave it out, or start"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_told_with_what_is_alike(
+def test_missing_scripts_are_refused_with_similar_names(
     words: list[str], is_module: bool, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -109,7 +111,7 @@ def test_summaries_are_not_cut(command: list[str]) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
+def test_a_mistyped_number_starts_no_million_ranks(monkeypatch: Any) -> None:
     pytest.importorskip("mpi4py")
     for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
         monkeypatch.delenv(name, raising=False)
@@ -120,7 +122,7 @@ def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
     assert said.rstrip().endswith("give fewer"), "verify has no such option"
     started: list[int] = []
     monkeypatch.setattr(
-        "mpishard.cli.run.job.Job.run",
+        "mpishard.cli.run.job.RunJob.run",
         lambda self: started.append(self.ranks) or 0,
     )
     for words in (["-n", str(many - 1)], ["-n", str(many), "--oversubscribe"]):

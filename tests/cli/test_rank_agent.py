@@ -1,4 +1,4 @@
-"""The agent of a rank: the rank's end, its signals, and what it prints, in its log in order."""
+"""The agent of a rank: the rank's end, its signals, and the order of its output in the log."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def log(tmp_path):
     return tmp_path / "logs" / "rank-3.log"
 
 
-def test_both_streams_in_order_and_each_where_it_was(start, log):
+def test_both_streams_are_logged_in_order_and_passed_on_separately(start, log):
     process = start(sys.executable, "-c", TALKS)
     out, error = process.communicate(timeout=20)
     numbers = range(300)
@@ -54,7 +54,7 @@ def test_both_streams_in_order_and_each_where_it_was(start, log):
 
 @pytest.fixture
 def noted(tmp_path):
-    """What the agent has noted, in words."""
+    """The notes of the agent, as words."""
 
     def read():
         (file,) = tmp_path.glob("agents-*")
@@ -81,7 +81,7 @@ def test_the_agent_notes_how_the_rank_ended_and_ends_alike(start, noted, tmp_pat
     assert not list(tmp_path.glob("core*"))
 
 
-def test_a_job_folder_that_is_not_there_is_one_of_another_machine(start, tmp_path):
+def test_a_missing_job_folder_ends_no_rank(start, tmp_path):
     process = start(
         "/bin/sh", "-c", "exit 7", logs="", env={"MPISHARD_JOB_FOLDER": str(tmp_path / "none")}
     )
@@ -92,7 +92,7 @@ def test_a_job_folder_that_is_not_there_is_one_of_another_machine(start, tmp_pat
 
 TELLS = r"""
 import os, signal, time
-signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b"told\n"))
+signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b"forwarded\n"))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
 os.write(1, b"ready\n")
 while True:
@@ -105,7 +105,7 @@ def test_a_signal_to_the_agent_is_forwarded(start):
     assert process.stdout.readline() == "ready\n"
     stranger = f"kill -USR2 {process.pid}"
     subprocess.run(["/bin/sh", "-c", stranger], check=True)
-    assert process.stdout.readline() == "told\n"
+    assert process.stdout.readline() == "forwarded\n"
     subprocess.run(["/bin/sh", "-c", stranger.replace("USR2", "TERM")], check=True)
     assert process.wait(20) == 5
     process.communicate()
@@ -115,7 +115,7 @@ def test_a_signal_of_the_launcher_to_the_group_comes_once(start):
     process = start(sys.executable, "-c", TELLS, logs="", start_new_session=True)
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGUSR2)
-    assert process.stdout.readline() == "told\n"
+    assert process.stdout.readline() == "forwarded\n"
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
@@ -123,10 +123,10 @@ def test_a_signal_of_the_launcher_to_the_group_comes_once(start):
     assert process.returncode == 5
 
 
-def test_the_order_to_save_waits_until_the_rank_imports_mpishard(start):
+def test_a_notice_stays_pending_until_the_rank_imports_mpishard(start):
     text = "import os, time; os.write(1, b'ready\\n'); time.sleep(0.5); import mpishard\n"
-    text += "from mpishard.communication.failure.watchdog import preemption_notice as order\n"
-    text += "print(order.is_given)"
+    text += "from mpishard.communication.failure.watchdog import preemption_notice\n"
+    text += "print(preemption_notice.is_given)"
     variables = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPISHARD_JOB_FOLDER": "/nowhere"}
     process = start(sys.executable, "-c", text, logs="", env=variables)
     assert process.stdout.readline() == "ready\n"
@@ -184,7 +184,7 @@ def test_no_rank_outlives_its_launcher_or_its_agent(tmp_path, noted, victim):
     launcher.wait()
 
 
-def test_last_words_survive_sigkill(start, log):
+def test_output_before_sigkill_is_not_lost(start, log):
     process = start("/bin/sh", "-c", "printf last; kill -9 $$")
     out, _ = process.communicate(timeout=20)
     assert process.returncode == -signal.SIGKILL
@@ -195,7 +195,7 @@ def test_signals_to_the_group_end_the_program_and_not_its_log(start, log):
     process = start(
         "/bin/sh",
         "-c",
-        "trap 'echo told; exit 3' TERM; echo ready; read line",
+        "trap 'echo forwarded; exit 3' TERM; echo ready; read line",
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
@@ -203,10 +203,10 @@ def test_signals_to_the_group_end_the_program_and_not_its_log(start, log):
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 3
-    assert log.read_text() == "ready\ntold\n"
+    assert log.read_text() == "ready\nforwarded\n"
 
 
-def test_a_killed_group_leaves_the_log_to_who_still_writes(start, log):
+def test_a_log_continues_while_a_process_of_a_killed_group_writes(start, log):
     late = "setsid sh -c 'echo ready; while kill -0 $0; do sleep 0.02; done; echo late' $$ &"
     process = start("/bin/sh", "-c", f"{late} sleep 60", start_new_session=True)
     assert process.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""What the supervisor reads of what the agents of the ranks have noted."""
+"""The supervisor's view of the ranks' processes, from the notes of their agents."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def test_nothing_is_known_before_an_agent_has_started(tmp_path):
     assert not processes.all_seen
 
 
-def test_the_first_to_end_is_the_first(tmp_path, note):
+def test_ranks_are_in_the_order_of_their_ends(tmp_path, note):
     processes = RankProcesses(tmp_path, 3)
     note("1 started 71 81\n0 started 70 80\n2 sta")
     assert [(rank.rank, rank.pid, rank.agent) for rank in processes.look()] == [
@@ -47,7 +47,7 @@ def test_the_first_to_end_is_the_first(tmp_path, note):
     assert len(processes.ended) == 2
 
 
-def test_another_machine_s_ranks_are_not_this_one_s(tmp_path):
+def test_ranks_of_other_machines_are_left_out(tmp_path):
     (tmp_path / "agents-elsewhere").write_text("0 started 70 80\n")
     assert RankProcesses(tmp_path, 1).look() == []
 

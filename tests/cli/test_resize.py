@@ -18,7 +18,7 @@ from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import resizing as resizing_module
 from mpishard.cli.run import restarts as module
-from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.job_report import JobResult, Outcome
 from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.notice import Notice
@@ -31,7 +31,7 @@ HOSTS = [Host("a", 2), Host("b", 2)]
 
 
 def ended(code, cause="the cause"):
-    return Outcome(Verdict(code, (cause,) if code else ()), cause, True, 5.0)
+    return Outcome(JobResult(code, (cause,) if code else ()), cause, True, 5.0)
 
 
 SAVED = ended(settings.EXIT_PREEMPTED, "saved")
@@ -51,7 +51,7 @@ class Command:
 
 
 class Job:
-    """A job whose starts end as they are told, each after what happens in it."""
+    """A job whose starts end in the given way, each after the given event."""
 
     def __init__(self, monkeypatch, *ends, ranks=2, **options):
         monkeypatch.setattr(module, "notice", Notice())
@@ -84,12 +84,12 @@ class Job:
     [
         ([("trains 4", SAVED), ("trains", ended(0))], [2, 4], 0, ("done", 0)),
         ([("4", SAVED), ("", ended(0, "ended well"))], [2, 4], 0, ("ended well", 0)),
-        # The ordered ranks fail before they train, and the job goes back: no restart is used up.
+        # The requested ranks fail before they train, and the job goes back: no restart is used up.
         ([("4", SAVED), ("", ended(1)), ("", ended(0))], [2, 4, 2], 0,
          ("the cause, before it trained with 4 ranks; it continues with 2", 1)),
         ([("4", SAVED), ("", ended(2)), ("", ended(0))], [2, 4, 2], 0,
          ("the cause, before it trained with 4 ranks; it continues with 2", 1)),
-        # Later failures are restarts, with the ordered number.
+        # Later failures are restarts, with the requested number.
         ([("4", SAVED), ("trains", ended(9)), ("", ended(0))], [2, 4, 4], 0, ("done", 0)),
         # A rank is lost while they save; the job has ended before it could.
         ([("4", ended(137)), ("", ended(0))], [2, 2], 0, ("no change: the cause", 1)),
@@ -100,7 +100,7 @@ class Job:
         ([("4", SAVED), ("SIGTERM", ended(143))], [2, 4], 143, ("no change: the cause", 1)),
     ],
 )  # fmt: skip
-def test_what_follows_an_order(monkeypatch, ends, starts, code, answer):
+def test_a_request_is_answered_by_its_result(monkeypatch, ends, starts, code, answer):
     job = Job(monkeypatch, *ends, most=1)
     assert ([ranks for ranks, _ in job.starts], job.code) == (starts, code)
     assert job.command.answers == [answer, "closed"]
@@ -118,7 +118,7 @@ def test_the_lines_of_changes_and_the_number_of_a_start(monkeypatch):
     ]
 
 
-def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
+def test_hosts_that_answered_at_the_request_are_used(monkeypatch):
     lost = iter([["a"], []])
     ends = ("2", SAVED), ("trains", ended(9)), ("", ended(9)), ("", ended(0))
     job = Job(
@@ -131,14 +131,14 @@ def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
         hosts=HOSTS,
         find_lost=lambda: next(lost),
     )
-    # The host that was away is back in the last start, which has as many ranks as were ordered.
+    # The host that was away is back in the last start, which has as many ranks as were requested.
     assert job.starts == [(4, ["a", "b"]), (2, ["b"]), (2, ["b"]), (2, ["a", "b"])]
     assert (job.resizing.least, job.resizing.most) == (1, 4)
 
 
 @pytest.fixture
-def ordered(tmp_path):
-    """Sends a request to a job that is told of, and returns exit code, output and errors."""
+def requested(tmp_path):
+    """Send a request to a simulated job; return exit code, output and errors."""
     folder = tmp_path / ("logs" * 30)  # longer than the address of a socket may be
     folder.mkdir()
 
@@ -173,32 +173,32 @@ def ordered(tmp_path):
         (4, {"is_ending": True}, "the job is ending"),
     ],
 )  # fmt: skip
-def test_refused_orders(ordered, ranks, options, message):
+def test_refused_requests(requested, ranks, options, message):
     resizing = Resizing(3, 2, 4)
-    code, out, error, is_taken = ordered(resizing, ranks, **options)
+    code, out, error, is_taken = requested(resizing, ranks, **options)
     assert (code, out, is_taken, resizing.request) == (2, "", False, None)
     assert error.startswith(f"mpishard resize: {message}")
 
 
-def test_hosts_limit_the_ranks(ordered):
+def test_hosts_limit_the_ranks(requested):
     resizing = Resizing(2, 1, 8, HOSTS, lambda: ["b"])
-    error = ordered(resizing, 4)[2]
+    error = requested(resizing, 4)[2]
     words = (
         "the job cannot have 4 ranks: the hosts take 2 without b, which cannot be reached; the job"
     )
     assert error.startswith(f"mpishard resize: {words} has 2")
-    code, *_ = ordered(resizing, 1, after=lambda: resizing.end("done", 0))
+    code, *_ = requested(resizing, 1, after=lambda: resizing.end("done", 0))
     assert code == 0
 
 
-def test_one_order_at_a_time(ordered):
+def test_one_request_at_a_time(requested):
     resizing = Resizing(2, 1, 4)
-    assert ordered(resizing, 2)[:2] == (0, "the job has 2 ranks already\n")
+    assert requested(resizing, 2)[:2] == (0, "the job has 2 ranks already\n")
     resizing.request = Request(3, Command())
     message = "the job is changing from 2 ranks to 3: ask again when that is done"
-    assert ordered(resizing, 4)[2] == f"mpishard resize: {message}\n"
+    assert requested(resizing, 4)[2] == f"mpishard resize: {message}\n"
     resizing.before, resizing.ranks = 2, 3
-    assert ordered(resizing, 2)[2] == f"mpishard resize: {message}\n"
+    assert requested(resizing, 2)[2] == f"mpishard resize: {message}\n"
 
 
 def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
@@ -209,7 +209,7 @@ def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
     resizing = Resizing(2, 1, 4, HOSTS, lambda: asked.append(1) or next(lost))
 
     def looks():
-        """Whether the ranks are to save, once the hosts have answered."""
+        """Return True if the ranks must save after the hosts have answered."""
         before = set(threading.enumerate())
         is_taken = resizing.take_back_hosts(lambda: RankLogs.of_job(records_in(tmp_path)))
         for thread in set(threading.enumerate()) - before:
@@ -231,7 +231,7 @@ def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
     assert resizing.request is None
 
 
-def test_ranks_that_a_lost_host_has_taken_are_wanted_back(monkeypatch):
+def test_a_job_returns_to_its_ranks_when_a_lost_host_is_back(monkeypatch):
     lost = iter([["b"], []])
     ends = ("", ended(9)), ("4", SAVED), ("trains", ended(9)), ("", ended(0))
     seen = []
@@ -244,7 +244,7 @@ def test_ranks_that_a_lost_host_has_taken_are_wanted_back(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["fails", "vanishes"])
-def test_a_change_that_fails(ordered, how):
+def test_a_change_that_fails(requested, how):
     resizing = Resizing(2, 1, 4)
 
     def after():
@@ -253,7 +253,7 @@ def test_a_change_that_fails(ordered, how):
         else:
             resizing.request.connection.close()
 
-    code, out, error, _ = ordered(resizing, 4, after=after)
+    code, out, error, _ = requested(resizing, 4, after=after)
     assert (code, out) == (
         1,
         "2 ranks will save at the next step boundary; the job then continues with 4\n",
@@ -343,8 +343,8 @@ def test_a_running_job_takes_another_rank_and_has_the_same_bits(tmp_path):
     ) as job:
         try:
             wait_for_step(tmp_path / "step", 9)
-            order = [*mpishard, "resize", str(logs), "-n", "2"]
-            with subprocess.Popen(order, stdout=subprocess.PIPE, text=True) as command:
+            words = [*mpishard, "resize", str(logs), "-n", "2"]
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
                 assert command.stdout.readline().startswith("1 rank will save at the next step")
                 allowed.write_text("99")
                 said = command.communicate(timeout=LIMIT)[0]

@@ -1,4 +1,4 @@
-"""``mpishard run --max-restarts``: real jobs that fail, and go on."""
+"""``mpishard run --max-restarts``: real jobs that fail and are restarted."""
 
 import os
 import re
@@ -69,7 +69,7 @@ os.write(1, b"ready\\n")
 time.sleep(60)
 """
 
-# Runs what it is told on this machine, unless the host, its first argument without a dash, is away.
+# Runs its command on this machine, unless the host, its first argument without a dash, is away.
 SSH = """#!/bin/sh
 while :; do case "$1" in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
 [ -e "{away}/$1" ] && exit 255
@@ -119,7 +119,7 @@ def finish(start):
 
 
 def test_a_job_goes_on_after_a_rank_was_killed(finish, tmp_path):
-    """Each start has its logs, and finds nothing of the one before; a preempted job stays away."""
+    """Each start has logs of its own, and a preempted job is not restarted."""
     logs = tmp_path / "logs"
     options = ["-n", "2", "--max-restarts", "5", "--log-dir", str(logs)]
     code, out, lines = finish(JOB, str(tmp_path / "left"), "killed", "75", options=options)

@@ -1,4 +1,4 @@
-"""Which ends of a job are failures, and what follows them: with starts that are only told of."""
+"""Ends of a job that are failures, and the restarts after them, with simulated starts."""
 
 import signal
 from pathlib import Path
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
-from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.job_report import JobResult, Outcome
 from mpishard.cli.run.launcher import Host, Launcher, MPILibrary
 from mpishard.cli.run.restarts import RestartLimits, Restarts
 from mpishard.cli.run.supervisor import Supervisor
@@ -21,14 +21,14 @@ LINE = "rank 1 (process 4711) was killed by signal 9 (SIGKILL)"
 
 def failed(code=137, lines=(LINE,), *, seconds=5.0, called_init=True, logs=None):
     cause = lines[-1] if lines else f"the job ended with code {code}, as rank 1 reported"
-    return Outcome(Verdict(code, tuple(lines)), cause, called_init, seconds, logs)
+    return Outcome(JobResult(code, tuple(lines)), cause, called_init, seconds, logs)
 
 
-WELL = Outcome(Verdict(0), "", True, 5.0)
+WELL = Outcome(JobResult(0), "", True, 5.0)
 
 
-class Told:
-    """A job whose starts end as they are told, and what it did."""
+class SimulatedJob:
+    """A job whose starts end in the given way, with a record of its starts and messages."""
 
     def __init__(self, monkeypatch, *ends, ranks=4, **options):
         self.ends, self.starts, self.lines, self.pauses = list(ends), [], [], []
@@ -44,17 +44,17 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch):
+def simulated(monkeypatch):
     def run(*ends, **options):
-        job = Told(monkeypatch, *ends, **options)
+        job = SimulatedJob(monkeypatch, *ends, **options)
         job.code = job.job.run()
         return job
 
     return run
 
 
-def test_a_job_that_fails_is_started_again(told):
-    job = told(failed(), failed(1, ()), WELL, most=3)
+def test_a_job_that_fails_is_started_again(simulated):
+    job = simulated(failed(), failed(1, ()), WELL, most=3)
     assert job.code == 0
     assert job.starts == [(0, 4, []), (1, 4, []), (2, 4, [])]
     assert job.lines == [
@@ -64,9 +64,9 @@ def test_a_job_that_fails_is_started_again(told):
     ]
 
 
-def test_the_code_is_the_last_ones_and_the_root_cause_the_firsts(told):
+def test_the_code_is_of_the_last_start_and_the_root_cause_of_the_first(simulated):
     first = failed(lines=("also this", LINE), logs=Path("/logs"))
-    job = told(first, failed(7, ("rank 0 (process 5) ended with code 7",)), most=1, ranks=1)
+    job = simulated(first, failed(7, ("rank 0 (process 5) ended with code 7",)), most=1, ranks=1)
     assert job.code == 7
     assert job.lines == [
         "also this",
@@ -76,8 +76,8 @@ def test_the_code_is_the_last_ones_and_the_root_cause_the_firsts(told):
     ]
 
 
-def test_without_restarts_nothing_is_added(told):
-    job = told(failed(), ranks=2)
+def test_without_restarts_nothing_is_added(simulated):
+    job = simulated(failed(), ranks=2)
     assert (job.code, job.lines, job.pauses) == (137, [LINE], [])
 
 
@@ -90,47 +90,47 @@ def test_without_restarts_nothing_is_added(told):
     ],
     ids=["preempted", "interrupted", "usage"],
 )
-def test_no_failures(told, end):
-    job = told(failed(), end, most=5)
+def test_no_failures(simulated, end):
+    job = simulated(failed(), end, most=5)
     assert len(job.starts) == 2
-    assert job.code == end.verdict.code
-    assert job.lines[1:] == list(end.verdict.lines)
+    assert job.code == end.result.code
+    assert job.lines[1:] == list(end.result.lines)
 
 
 @pytest.mark.parametrize("code", [1, 2, 9, 124, 137, 143, 255])
-def test_failures(told, code):
-    assert told(failed(code), WELL, most=1).code == 0
+def test_failures(simulated, code):
+    assert simulated(failed(code), WELL, most=1).code == 0
 
 
-def test_pauses_grow_while_starts_fail_soon(told):
+def test_pauses_grow_while_starts_fail_soon(simulated):
     soon, late = failed(seconds=59.9), failed(seconds=60.0)
-    job = told(*[soon] * 7, late, soon, WELL, most=20)
+    job = simulated(*[soon] * 7, late, soon, WELL, most=20)
     assert job.pauses == [1, 2, 4, 8, 16, 30, 30, 1, 2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_during_a_start_ends_the_job(told, number):
+def test_a_signal_during_a_start_ends_the_job(simulated, number):
     received = []
 
     def interrupted():
         received.append(number)
         return failed(128 + number, ("the ranks were ended",))
 
-    job = told(failed(), interrupted, most=5, received=received)
+    job = simulated(failed(), interrupted, most=5, received=received)
     assert (job.code, len(job.starts)) == (128 + number, 2)
     assert job.lines[1:] == ["the ranks were ended"]
 
 
-def test_a_signal_between_two_starts_ends_the_job(told, monkeypatch):
+def test_a_signal_between_two_starts_ends_the_job(simulated, monkeypatch):
     received = []
-    job = Told(monkeypatch, failed(), most=5, received=received)
+    job = SimulatedJob(monkeypatch, failed(), most=5, received=received)
     monkeypatch.setattr(Restarts, "_wait", lambda *_: received.append(signal.SIGTERM))
     assert job.job.run() == 143
     assert len(job.starts) == 1
     assert job.lines[1:] == ["SIGTERM: no restart"]
     # Also while hosts are asked, whose answers are worth nothing then.
     received.clear()
-    job = told(
+    job = simulated(
         failed(), most=5, hosts=HOSTS, received=received,
         find_lost=lambda: received.append(signal.SIGINT) or ["a", "b"],
     )  # fmt: skip
@@ -148,8 +148,8 @@ def lost_in_turn(*answers):
     return lambda: left.pop(0)
 
 
-def test_fewer_ranks_where_a_host_is_lost_and_more_when_it_is_back(told):
-    job = told(
+def test_a_lost_host_takes_ranks_away_until_it_is_back(simulated):
+    job = simulated(
         failed(),
         failed(),
         failed(),
@@ -164,18 +164,18 @@ def test_fewer_ranks_where_a_host_is_lost_and_more_when_it_is_back(told):
     assert job.lines[2] == f"{LINE}; restart 3 of 5 with 4 ranks in 4 s"
 
 
-def test_more_ranks_where_hosts_have_free_slots(told):
+def test_a_restart_uses_free_slots(simulated):
     hosts = [Host("a", 4), Host("b", 4)]
     lost = lost_in_turn(["b"], [])
-    job = told(failed(), failed(), WELL, hosts=hosts, most=2, max_ranks=6, find_lost=lost)
+    job = simulated(failed(), failed(), WELL, hosts=hosts, most=2, max_ranks=6, find_lost=lost)
     assert [ranks for _, ranks, _ in job.starts] == [4, 4, 6]
 
 
-def test_free_slots_take_the_ranks_of_a_lost_host(told):
+def test_free_slots_take_the_ranks_of_a_lost_host(simulated):
     hosts = [Host("a", 3), Host("b", 2), Host("c", 3)]
-    job = told(failed(), WELL, hosts=hosts, most=1, find_lost=lambda: ["b"], ranks=6)
+    job = simulated(failed(), WELL, hosts=hosts, most=1, find_lost=lambda: ["b"], ranks=6)
     assert job.starts[1] == (1, 6, ["a", "c"])
-    job = told(failed(), WELL, hosts=hosts, most=1, find_lost=lambda: ["b"], ranks=1)
+    job = simulated(failed(), WELL, hosts=hosts, most=1, find_lost=lambda: ["b"], ranks=1)
     assert job.starts[1] == (1, 1, ["a"])  # a host without a rank is none
 
 
@@ -187,17 +187,17 @@ def test_free_slots_take_the_ranks_of_a_lost_host(told):
         (1, "a, b", "no other host is left", "--min-ranks is 1"),
     ],
 )
-def test_too_few_ranks_are_the_end(told, min_ranks, lost, left, need):
-    job = told(
+def test_too_few_ranks_end_the_restarts(simulated, min_ranks, lost, left, need):
+    job = simulated(
         failed(), hosts=HOSTS, most=5, min_ranks=min_ranks, find_lost=lambda: lost.split(", ")
     )
     assert (job.code, len(job.starts)) == (137, 1)
     assert job.lines == [f"{LINE}; no restart: {lost} cannot be reached, {left}, and {need}"]
 
 
-def test_the_end_for_want_of_hosts_names_the_root_cause_too(told):
+def test_too_few_hosts_end_the_restarts_and_the_root_cause_is_named(simulated):
     find_lost = lost_in_turn([], ["a"])
-    job = told(failed(), failed(255), hosts=HOSTS, most=5, find_lost=find_lost)
+    job = simulated(failed(), failed(255), hosts=HOSTS, most=5, find_lost=find_lost)
     assert job.code == 255
     assert job.lines[-1] == f"the job failed for good, {ROOT}{LINE}"
 

@@ -1,4 +1,4 @@
-"""``mpishard run``: real jobs, and what it refuses."""
+"""``mpishard run``: real jobs, and refusals."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mpishard.base import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
-from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.job_report import JobResult, Outcome
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.supervisor import Supervisor
 
@@ -66,7 +66,7 @@ asked = threading.Event()
 signal.signal(signal.SIGQUIT, lambda *_: asked.set())
 os.write(1, b"ready\\n")
 asked.wait()
-os.write(1, f"rank {backend.rank} heard {os.environ['A']} {os.environ['B']}\\n".encode())
+os.write(1, f"rank {backend.rank} got {os.environ['A']} {os.environ['B']}\\n".encode())
 """
 
 WAITS = """
@@ -107,7 +107,7 @@ def start(*arguments, **variables):
 
 
 def finish(job):
-    """What the job printed; one that hangs is ended."""
+    """Return the job's output; end a job that hangs."""
     try:
         return job.communicate(timeout=50)
     finally:
@@ -227,13 +227,13 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_job(script, tmp_path):
 
 @pytest.mark.spawned
 @pytest.mark.usefixtures("needs_mpi")
-def test_ranks_that_are_asked_go_on(script):
+def test_ranks_continue_after_a_report_by_sigquit(script):
     job = start("-n", "2", "--env", "A=b c", "--env", "B", script(ASKED), B="d")
     assert job.stdout.readline() == job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGQUIT)
     out, error = finish(job)
     assert job.returncode == 0, error
-    assert sorted(out.splitlines()) == ["rank 0 heard b c d", "rank 1 heard b c d"]
+    assert sorted(out.splitlines()) == ["rank 0 got b c d", "rank 1 got b c d"]
     assert "mpishard run: SIGQUIT (Ctrl-\\) went to ranks 0, 1\n" in error
 
 
@@ -321,12 +321,12 @@ def test_a_bad_setting_is_refused_before_the_job_starts(script, monkeypatch, nam
     assert line.endswith(f"got {value!r}")
 
 
-def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch, tmp_path):
+def test_open_mpi_forwards_the_variables_of_ranks_on_other_machines(script, monkeypatch, tmp_path):
     commands = []
 
     def supervise(supervisor, environment):
         commands.append((supervisor.command, environment))
-        return Outcome(Verdict(0), "", True, 1.0)
+        return Outcome(JobResult(0), "", True, 1.0)
 
     library = MPILibrary("Open MPI v5.0.11")
     monkeypatch.setattr(jobs, "loaded_library", lambda: library)

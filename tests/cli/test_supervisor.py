@@ -1,4 +1,4 @@
-"""What `mpishard run` does with signals that ask its ranks to save and end."""
+"""Signals to `mpishard run` after which its ranks save and end."""
 
 import errno
 import signal
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpishard.cli.run import supervisor as module
-from mpishard.cli.run.job_report import Verdict
+from mpishard.cli.run.job_report import JobResult
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.logs import CALLS, ENDED
 from mpishard.cli.run.notice import Notice
@@ -30,7 +30,7 @@ class Rank:
 
 
 class Run:
-    """A supervisor of a job that is not there, and what it does."""
+    """A supervisor of a simulated job, with a record of its signals and alarms."""
 
     def __init__(self, monkeypatch, folder, rank_count=2, is_elsewhere=False):
         monkeypatch.setattr(module, "notice", Notice())
@@ -67,7 +67,7 @@ class Run:
         return self
 
 
-def test_ranks_that_save_have_time_for_it(monkeypatch, tmp_path, capsys):
+def test_ranks_that_save_get_time_to_finish(monkeypatch, tmp_path, capsys):
     run = Run(monkeypatch, tmp_path).saves(0)
     run.receive(signal.SIGTERM)
     assert run.sent() == [[signal.SIGTERM], []]
@@ -83,7 +83,7 @@ def test_ranks_that_save_have_time_for_it(monkeypatch, tmp_path, capsys):
     assert run.sent()[0][-1] == signal.SIGKILL
 
 
-def test_a_second_sigterm_ends_them(monkeypatch, tmp_path):
+def test_a_second_sigterm_ends_ranks_that_save(monkeypatch, tmp_path):
     run = Run(monkeypatch, tmp_path).saves(0).saves(1)
     run.receive(signal.SIGTERM)
     run.now += 2
@@ -91,7 +91,7 @@ def test_a_second_sigterm_ends_them(monkeypatch, tmp_path):
     assert (run.to_launcher, run.alarms) == ([signal.SIGTERM], [25.0, 3.5])
 
 
-def test_ranks_that_do_not_save_are_ended_as_ever(monkeypatch, tmp_path):
+def test_ranks_that_do_not_save_are_ended_at_once(monkeypatch, tmp_path):
     run = Run(monkeypatch, tmp_path)
     run.receive(signal.SIGTERM)
     assert (run.sent(), run.to_launcher, run.alarms) == ([[], []], [signal.SIGTERM], [3.5])
@@ -115,7 +115,7 @@ def test_a_notice_before_there_are_ranks_here(monkeypatch, tmp_path, capsys, is_
     assert (words in capsys.readouterr().err) != is_elsewhere
 
 
-def test_a_notice_to_ranks_that_keep_it(monkeypatch, tmp_path, capsys):
+def test_a_notice_is_reported_if_no_rank_can_save(monkeypatch, tmp_path, capsys):
     run = Run(monkeypatch, tmp_path)
     run.receive(signal.SIGUSR1)
     assert (run.sent(), run.to_launcher) == ([[signal.SIGUSR1]] * 2, [])
@@ -141,14 +141,14 @@ def test_call_logs_are_elsewhere_if_the_disk_of_the_logs_is_full(monkeypatch, tm
     assert "--log-dir: [Errno 28] No space left on device: the" in capsys.readouterr().err
 
 
-def test_a_job_ends_as_it_has_if_its_logs_cannot_tell(tmp_path, capsys):
+def test_a_job_keeps_its_exit_code_if_its_logs_cannot_be_written(tmp_path, capsys):
     launcher = Launcher(Path("/bin/mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
     supervisor = Supervisor("run", launcher, [], 2, Resizing(2, 2, 2), log_folder=tmp_path)
     supervisor._folder = tmp_path / CALLS
     supervisor._processes = RankProcesses(supervisor._folder, 2)
     (tmp_path / ENDED).mkdir()  # not writable, as on a full disk
-    assert supervisor._judge(0, 1.0).verdict == Verdict(0)
+    assert supervisor._judge(0, 1.0).result == JobResult(0)
     assert capsys.readouterr().err == (
-        "mpishard run: --log-dir: the logs do not tell how the job ended: "
+        "mpishard run: --log-dir: the logs do not say how the job ended: "
         f"[Errno 21] Is a directory: '{tmp_path / ENDED}'\n"
     )

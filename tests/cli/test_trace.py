@@ -1,4 +1,4 @@
-"""``mpishard trace``: what it prints and writes, what it refuses; a job recorded under mpiexec."""
+"""``mpishard trace``: output, files and refusals, and a job recorded under mpiexec."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_summary_prints_shares_and_calls(folder):
     assert invoke("summary", folder / "trace.json").stdout == result.stdout
 
 
-def test_what_ended_early_and_what_was_dropped_is_said(tmp_path):
+def test_traces_that_ended_early_or_dropped_events_are_reported(tmp_path):
     run_in_threads(2, record, tmp_path, 3)
     path = tmp_path / "rank_1.json"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
@@ -183,7 +183,7 @@ def test_a_job_that_fails_leaves_its_traces(tmp_path):
 
 
 @pytest.mark.spawned
-def test_a_script_that_records_nothing_is_told(tmp_path):
+def test_a_script_that_records_nothing_ends_with_a_message(tmp_path):
     pytest.importorskip("mpi4py")
     (tmp_path / "script.py").write_text("print('alone')")
     ended = job("script.py", cwd=tmp_path)

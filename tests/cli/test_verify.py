@@ -1,4 +1,4 @@
-"""``mpishard verify``: finds what depends on a rank, says where, and refuses what is no target."""
+"""``mpishard verify``: models that depend on a rank are detected, other targets are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def data() -> tuple[Any, Any]:
 
 
 def squares(scale: Any = lambda: 1.0, shift: float = 0.0) -> Any:
-    """Least squares, whose gradient some process may get wrong."""
+    """Least squares, whose gradient can be made wrong on a rank."""
 
     def fun(theta: Any, x: Any, y: Any) -> Any:
         error = x @ theta - y[:, 0]
@@ -75,7 +75,7 @@ def of(rank: int | None, culprit: int, fault: Any, right: Any) -> Any:
 
 
 class WithLoss:
-    """A black box that is told its loss."""
+    """A black box whose loss is an argument."""
 
     def __init__(self) -> None:
         self.theta = np.zeros(5)
@@ -202,7 +202,7 @@ def test_a_factory_that_builds_a_model_of_another_size_on_ranks_is_named(backend
      *(("mlp", "fsdp", rule) for rule in OPTIMIZERS if rule != "sgd")],
 )  # fmt: skip
 @in_worlds(1, 3)
-def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimizer: str) -> None:
+def test_correct_models_are_equal(backend: Any, kind: str, strategy: str, optimizer: str) -> None:
     verdict = verdict_of(backend, RIGHT[kind], strategy=strategy, optimizer=optimizer)
     assert verdict.is_equal, verdict.lines()
     c = verdict
@@ -292,7 +292,7 @@ def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh:
 
 
 def test_a_fault_of_one_schedule_is_found(monkeypatch: Any) -> None:
-    """Gradients of the copies of a tied parameter that nobody adds up."""
+    """The gradients of the copies of a tied parameter are not added up."""
     from mpishard.models.programs.mesh_program import MeshProgram
 
     make = MeshProgram.__init__
@@ -338,18 +338,18 @@ def test_a_mesh_and_its_options_are_named() -> None:
 
 
 def test_options_of_another_strategy_are_left_out_with_a_message(capsys: Any) -> None:
-    settled = fitted(job(2, strategy="zero2"), given("mlp", schedule="zb-h1"))
-    assert settled.mesh == ""
+    completed = fitted(job(2, strategy="zero2"), given("mlp", schedule="zb-h1"))
+    assert completed.mesh == ""
     said = "leaves out schedule of factory(seed), which --strategy zero2 does not take"
     assert said in capsys.readouterr().err
 
 
 def test_the_factory_s_settings_are_those_of_the_job() -> None:
     mine = job(3, batch_size=0)
-    settled = fitted(mine, RIGHT["mlp"](ALONE))
-    assert (settled.batch_size, settled.has_one_batch, settled.rule) == (24, False, "SGD")
-    settled = fitted(mine, replace(RIGHT["mlp"](ALONE), batch_size=5, optimizer=SEARCH))
-    assert (settled.batch_size, settled.has_one_batch, settled.rule) == (5, True, "LBFGS")
+    completed = fitted(mine, RIGHT["mlp"](ALONE))
+    assert (completed.batch_size, completed.has_one_batch, completed.rule) == (24, False, "SGD")
+    completed = fitted(mine, replace(RIGHT["mlp"](ALONE), batch_size=5, optimizer=SEARCH))
+    assert (completed.batch_size, completed.has_one_batch, completed.rule) == (5, True, "LBFGS")
 
 
 def test_options_of_layers_are_not_for_a_black_box() -> None:
@@ -362,7 +362,7 @@ def test_options_of_layers_are_not_for_a_black_box() -> None:
         fitted(asked, given("function"))
 
 
-def test_a_line_search_needs_one_function_that_tells_a_loss() -> None:
+def test_a_line_search_needs_one_function_that_returns_a_loss() -> None:
     asked = job(2, has_one_batch=True)
 
     def search(problem: Problem, **settings: Any) -> Problem:
@@ -409,7 +409,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @in_worlds(2, 3)
-def test_what_depends_on_the_rank_is_found(backend: Any, kind: str, strategy: str) -> None:
+def test_models_that_depend_on_the_rank_are_detected(
+    backend: Any, kind: str, strategy: str
+) -> None:
     make, reason = WRONG[kind]
     verdict = verdict_of(backend, make, strategy=strategy)
     assert not verdict.is_equal
@@ -419,7 +421,7 @@ def test_what_depends_on_the_rank_is_found(backend: Any, kind: str, strategy: st
 
 
 def test_losses_explain_nothing_if_parameters_differ_later() -> None:
-    """As those of a sum do: one step of Adam hides its scale from the parameters."""
+    """The loss is a sum: after one step of Adam the parameters do not show its scale."""
     losses, parameters = np.zeros((2, 4, 1)), np.zeros((2, 4, 2))
     losses[:, 1:] = 0.5
     c = Comparison(
@@ -521,8 +523,8 @@ def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int, str
         assert "bfloat16 parameters are not the nearest" in verdict.lines()[-2]
 
 
-def test_the_reference_knows_nothing_of_our_rules() -> None:
-    """A rule on ranks that is not the reference's is found; so each knows its own settings."""
+def test_the_reference_imports_none_of_our_update_rules() -> None:
+    """A wrong rule on the ranks is detected, so the reference does not use it."""
     wrong = {
         "sgd": ms.optimizers.SGD(1.001e-3, 0.9),
         "lbfgs": ms.optimizers.LBFGS(memory=2),
@@ -582,7 +584,7 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
     ]
 
 
-def test_errors_are_relative_to_what_is_large() -> None:
+def test_errors_are_relative_to_the_largest_element() -> None:
     assert relative_error(np.array([1e6 + 1, 0]), np.array([1e6, 0])) == 1e-6
     assert relative_error(np.array([1e-3]), np.array([0.0])) == 1e-3
     assert relative_error(np.array([1.0]), np.array([np.nan])) == np.inf
@@ -841,12 +843,12 @@ class OwnRule(ms.optimizers.SGD):
         ),
     ],
 )
-def test_refuses_what_factories_return(given: Any, dtype: Any, message: str) -> None:
+def test_refuses_wrong_results_of_factories(given: Any, dtype: Any, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         build_problem(lambda seed: given, 0, dtype)
 
 
-def test_what_a_factory_returns_beside_model_and_data() -> None:
+def test_a_factory_returns_options_after_model_and_data() -> None:
     rule = ms.optimizers.Lion()
     options = {"optimizer": rule, "batch_size": 7, "schedule": "1f1b"}
     for loss in ((), (ms.nn.MSE(),)):
@@ -884,7 +886,7 @@ def test_refuses_a_model_that_is_sharded() -> None:
     ms.run_in_threads(1, wrap)
 
 
-def test_training_alone_that_diverges_is_told(file: str) -> None:
+def test_training_alone_that_diverges_is_reported(file: str) -> None:
     problem = build_problem(load_factory(f"{file}:diverges"), 0, None)
     with pytest.raises(TargetError, match=r"step 1 of training alone.*not finite\nlower the learn"):
         train_alone(job(2), problem)
@@ -950,7 +952,7 @@ def test_refuses_options_of_the_other_kind_of_target(arguments: list[str], messa
 
 
 @pytest.mark.spawned
-def test_a_script_without_a_loop_of_pytorch_is_told_what_to_give(tmp_path: Path) -> None:
+def test_a_script_without_a_loop_of_pytorch_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains')")
     ended = verify("train.py", cwd=tmp_path)
     assert ended.returncode == 2

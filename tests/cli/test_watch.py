@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
-from mpishard.cli.run.job_report import JobEnd, Verdict
+from mpishard.cli.run.job_report import JobEnd, JobResult
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start, prepare_log_folder
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.cli.watch import RunState
@@ -69,7 +69,7 @@ def test_curves_follow_the_file(tmp_path):
     assert run.now()["loss"] == [[1, 1.0], [2, 0.5], [3, 7.0]]
 
 
-def test_half_a_line_waits_and_what_is_no_metrics_is_named(tmp_path):
+def test_half_a_line_waits_and_a_line_without_metrics_is_named(tmp_path):
     file = tmp_path / "a.jsonl"
     run = RunState(file, tmp_path)
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
@@ -93,7 +93,7 @@ def test_a_long_run_is_a_few_hundred_points(tmp_path):
     assert {pace for _, pace in now["throughput"]} == {24.0}
 
 
-def test_a_look_at_a_long_run_takes_milliseconds(tmp_path):
+def test_an_update_of_a_long_run_reads_only_new_lines(tmp_path):
     line = '{"step": %d, "loss": 0.5, "weight": 64.0, "time": %d, "memory": 1000}\n'
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line % (step, step) for step in range(1, 100_001)))
@@ -144,13 +144,13 @@ def test_the_end_of_a_job_stays(tmp_path):
     pages = page_of(tmp_path, 0, RankState.LEFT), page_of(tmp_path, 1)
     logs = RankLogs.of_job(records_in(tmp_path / CALLS))
     ended = [RankProcess(1, 17, 16, exit_code=-9)]
-    verdict = Verdict(137, ("rank 1 was killed by signal 9 (SIGKILL)",))
+    verdict = JobResult(137, ("rank 1 was killed by signal 9 (SIGKILL)",))
     end = JobEnd(2, 137, logs, ended)
     (tmp_path / ENDED).write_text(json.dumps(end.summary(verdict)))
     now = RunState(tmp_path, tmp_path).now()
     assert (now["ended"]["code"], now["ended"]["text"]) == (137, verdict.lines[0])
     preempted = [RankProcess(1, 17, 16, exit_code=75)]
-    text = JobEnd(2, 75, logs, preempted).summary(Verdict(75, ()))["text"]
+    text = JobEnd(2, 75, logs, preempted).summary(JobResult(75, ()))["text"]
     assert text == "the job saved and ended, as requested (exit code 75)"
     assert not now["is_running"]
     states = [(r["kind"], r["state"]) for r in now["ranks"]]

@@ -13,7 +13,7 @@ RUN = Path(sys.argv[1])
 
 
 class Pace:
-    """Slows the steps down, and lets rank 1 stall."""
+    """A callback that slows the steps down, and lets rank 1 stall."""
 
     def on_step(self, run, record):
         time.sleep(0.01)

@@ -120,7 +120,7 @@ def test_leaves_are_the_same_in_every_world(world_size: int) -> None:
 
 
 def test_leaves_that_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match="4 leaves cannot be dealt evenly to 8 ranks"):
+    with pytest.raises(ValueError, match="4 leaves cannot be divided evenly among 8 ranks"):
         GlobalBatchSampler(23, 10, leaves=4).local(0, 0, 0, 8)
 
 

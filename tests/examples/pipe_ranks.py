@@ -1,4 +1,4 @@
-"""What the processes of tests/examples/test_pipe_backend.py do; they import this file."""
+"""Programs of the processes of tests/examples/test_pipe_backend.py, which import this file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpishard.testing import CommunicationConformance
 MEGABYTE = 2**20
 
 
-def hold_against_the_suite(backend: Any, dtypes: list[str], times: int, fault: str) -> Any:
-    """Every check, then much data at once, then a fault of the last rank."""
+def run_conformance(backend: Any, dtypes: list[str], times: int, fault: str) -> Any:
+    """Run every check, then exchange large arrays, then cause a fault on the last rank."""
     suite = CommunicationConformance([np.dtype(name) for name in dtypes])
     names = suite.names()
     for name in names:
         for _ in range(times):
             getattr(suite, name)(backend)
-    exchange_much(backend)
+    exchange_large_arrays(backend)
     last = backend.world_size - 1
     if backend.rank != last:
         backend.send(np.ones(1), last)
@@ -40,8 +40,8 @@ def hold_against_the_suite(backend: Any, dtypes: list[str], times: int, fault: s
         return len(names), error
 
 
-def exchange_much(backend: Any) -> None:
-    """Every rank sends 50 MB at once, more than a pipe holds, and nobody reads before it has."""
+def exchange_large_arrays(backend: Any) -> None:
+    """Send 50 MB from every rank, more than a pipe holds, before any rank reads."""
     world, rank = backend.world_size, backend.rank
     part = np.full(50 * MEGABYTE // 8 // world, float(rank))
     received = backend.all_to_all([part] * world)
@@ -55,13 +55,13 @@ def exchange_much(backend: Any) -> None:
 
 
 def tell(backend: Any, folder: str, *arguments: Any) -> None:
-    """`hold_against_the_suite`; its result goes to a file, for a job that cannot give results."""
-    found = hold_against_the_suite(backend, *arguments)
+    """`run_conformance`; its result goes to a file, for a job that cannot give results."""
+    found = run_conformance(backend, *arguments)
     Path(folder, str(backend.rank)).write_text(f"{found!r}")
 
 
 def stop(backend: Any, folder: str) -> None:
-    """Rank 1's process stops, and takes nothing any more; rank 0 has much to send to it."""
+    """Stop the process of rank 1, to which rank 0 then sends large arrays."""
     if backend.rank == 1:
         backend.send(np.array([os.getpid()]), 0)
         backend.receive(0, 1)  # all that was sent has come

@@ -1,4 +1,4 @@
-"""The example that loses a rank ends where it would have ended without."""
+"""The example that loses a rank has the result of a run without a loss."""
 
 import argparse
 import importlib.util

@@ -41,7 +41,7 @@ def pipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(HERE))
     yield importlib.import_module("pipe_backend")
     for process in multiprocessing.active_children():
-        process.kill()  # one that a test has stopped does not hear of the end
+        process.kill()  # one that a test has stopped does not notice the end
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def on_threads(
 
 
 def only_peer_errors(found: list[Any], rank: int, *words: str) -> None:
-    """Every survivor has done all checks, and then heard of ``rank``."""
+    """Assert that every survivor has passed all checks and then got an error about ``rank``."""
     for checks, error in found:
         assert checks == CHECKS
         assert isinstance(error, PeerError)
@@ -90,19 +90,19 @@ def only_peer_errors(found: list[Any], rank: int, *words: str) -> None:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
-def test_alone_and_what_a_rank_raises(pipes: ModuleType, ranks: ModuleType) -> None:
+def test_one_rank_and_an_exception_of_a_rank(pipes: ModuleType, ranks: ModuleType) -> None:
     with pytest.raises(OSError, match=f"no space left on device after {CHECKS} checks") as raised:
-        pipes.run_in_processes(1, ranks.hold_against_the_suite, ALL, 1, "raises", timeout=SECONDS)
+        pipes.run_in_processes(1, ranks.run_conformance, ALL, 1, "raises", timeout=SECONDS)
     (note,) = raised.value.__notes__
     assert note.startswith("raised on rank 0:\nTraceback")
-    assert "in hold_against_the_suite" in note
+    assert "in run_conformance" in note
 
 
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
 def test_two_ranks_of_which_one_leaves(pipes: ModuleType, ranks: ModuleType) -> None:
     found = pipes.run_in_processes(
-        2, ranks.hold_against_the_suite, REST, 1 + is_full, "leaves", timeout=SECONDS
+        2, ranks.run_conformance, REST, 1 + is_full, "leaves", timeout=SECONDS
     )
     assert found.pop() == CHECKS
     only_peer_errors(found, 1, "rank 1 left after collective ", " of world")
@@ -119,16 +119,16 @@ def test_more_ranks_of_which_one_is_killed(
         pipes.run_in_processes(
             world_size, ranks.tell, str(tmp_path), SOME, 1 + is_full, "dies", timeout=SECONDS
         )
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told.keys() == {str(rank) for rank in range(last)}
-    for text in told.values():
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts.keys() == {str(rank) for rank in range(last)}
+    for text in texts.values():
         assert text.startswith(f"({CHECKS}, PeerError('rank {last} ended without a word")
 
 
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a system whose processes do not stop")
-def test_a_process_that_takes_nothing_is_waited_for_in_vain(
+def test_a_send_to_a_stopped_process_times_out(
     pipes: ModuleType, ranks: ModuleType, tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended with code"):
@@ -141,7 +141,7 @@ def test_a_process_that_takes_nothing_is_waited_for_in_vain(
 @pytest.mark.spawned
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not is_full, reason="its parts are tested above; --full")
-def test_the_script_says_what_it_did(
+def test_the_script_prints_its_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pipes: ModuleType
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "-n", "3"])
@@ -152,7 +152,7 @@ def test_the_script_says_what_it_did(
     assert last == "FSDP, 20 steps: the same parameters as on threads, to the bit"
 
 
-def test_no_rank_is_too_few(
+def test_zero_ranks_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "-n", "0"])
@@ -170,7 +170,7 @@ def test_training_has_the_bits_of_the_built_in_backend(pipes: ModuleType) -> Non
     assert np.array(ours).tobytes() == np.array(theirs).tobytes()
 
 
-def test_a_failure_is_told_from_where_it_began(pipes: ModuleType) -> None:
+def test_a_failure_is_reported_with_its_origin(pipes: ModuleType) -> None:
     def body(backend: Any) -> None:
         pair = backend.split(backend.rank // 2)
         if backend.rank == 3:
@@ -188,10 +188,10 @@ def test_a_failure_is_told_from_where_it_began(pipes: ModuleType) -> None:
         assert "OSError: no space left on device" in str(error)
 
 
-def test_a_group_that_a_rank_has_left_raises_and_the_world_lives(pipes: ModuleType) -> None:
+def test_a_group_that_a_rank_has_left_raises_and_the_world_continues(pipes: ModuleType) -> None:
     def body(backend: Any) -> Any:
         group = backend.split(0)
-        told = None
+        message = None
         if backend.rank == 1:
             group.shutdown()
             with pytest.raises(CommunicationError, match="has ended; its pipes are closed"):
@@ -200,15 +200,15 @@ def test_a_group_that_a_rank_has_left_raises_and_the_world_lives(pipes: ModuleTy
             try:
                 group.barrier()
             except PeerError as error:
-                told = str(error)
+                message = str(error)
         backend.barrier()
-        return told
+        return message
 
     text = "rank 1 left after collective 0 of group 1 (ranks 0-2)"
     assert on_threads(pipes, 3, body) == [text, None, text]
 
 
-def test_each_receive_in_line_is_told_that_its_sender_has_left(pipes: ModuleType) -> None:
+def test_each_queued_receive_raises_if_its_sender_has_left(pipes: ModuleType) -> None:
     def body(backend: Any) -> None:
         backend.barrier()
         if backend.rank == 1:
@@ -231,7 +231,7 @@ def test_groups_end_with_their_world(pipes: ModuleType) -> None:
         assert type(error).__name__ == "NotInitializedError"
 
 
-def test_nobody_waits_longer_than_was_said(pipes: ModuleType) -> None:
+def test_waits_end_by_the_time_limit(pipes: ModuleType) -> None:
     def body(backend: Any) -> Any:
         if backend.rank == 1:
             backend._pipes.timeout = 0.2
@@ -244,9 +244,9 @@ def test_nobody_waits_longer_than_was_said(pipes: ModuleType) -> None:
     assert on_threads(pipes, 2, body) == [1.0, 1.0]
 
 
-def test_arrays_of_other_sorts_are_refused_before_anything_is_sent(pipes: ModuleType) -> None:
+def test_arrays_of_other_libraries_are_refused_before_anything_is_sent(pipes: ModuleType) -> None:
     class OnDevice:
-        """As CuPy's arrays: not to be taken for NumPy's."""
+        """An array like CuPy's, which refuses to be converted to one of NumPy."""
 
         def __array__(self, *_: Any, **__: Any) -> Any:
             raise TypeError("implicit conversion to a NumPy array is not allowed")
@@ -285,7 +285,7 @@ CARELESS = {
 
 
 def variant(old: str, new: str) -> ModuleType:
-    """The example with ``new`` for ``old``."""
+    """Return the example with ``old`` replaced by ``new``."""
     text = EXAMPLE.read_text()
     assert old in text
     module = ModuleType("variant")
@@ -294,7 +294,7 @@ def variant(old: str, new: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("forgotten", CARELESS)
-def test_the_suite_notices_what_is_forgotten(pipes: ModuleType, forgotten: str) -> None:
+def test_the_suite_detects_each_missing_part(pipes: ModuleType, forgotten: str) -> None:
     old, new, name = CARELESS[forgotten]
     check = getattr(CommunicationConformance([np.dtype("int16"), np.dtype("float64")]), name)
     assert on_threads(pipes, 4, check) == [None] * 4

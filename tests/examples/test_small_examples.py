@@ -1,4 +1,4 @@
-"""The examples that end in seconds: alone, on threads and under MPI they are one training."""
+"""Short examples: one process, threads and MPI give the same training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings(name: str, output: Path, strategy: str = "fsdp") -> argparse.Namesp
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: Any) -> Callable[[str], Any]:
-    """What an example finds in one process; trained once."""
+    """Return the result of an example in one process, which is trained once."""
 
     @functools.cache
     def find(name: str) -> Any:

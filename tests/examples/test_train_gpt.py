@@ -1,4 +1,4 @@
-"""The main job, small: every way to start it, the same losses at every world size, resume."""
+"""The GPT example with a small model: every way to start it, world sizes, resume."""
 
 import json
 import os
@@ -154,14 +154,14 @@ def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
 def test_a_finished_run_can_be_prolonged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     trained(tmp_path, "short", *HYBRID, "-n", "4")
     sizes = ("--tensor-parallel-size", "1", "--data-parallel-size", "1")
-    for steps, arguments, told in [
+    for steps, arguments, message in [
         ("15", (*sizes, "-n", "2"), "2 pipeline x 1 tensor x 1 data"),
         ("20", ("--strategy", "zero2", "-n", "3"), "zero2 on 3 rank(s)"),
     ]:
         ended = run(tmp_path, "--resume", "runs/short", "--steps", steps, *arguments)
         assert ended.returncode == 0, ended.stderr
         assert f"{steps} steps, of which this run made 5 " in ended.stdout
-        assert told in ended.stdout
+        assert message in ended.stdout
     kept = json.loads((tmp_path / "runs" / "short" / "settings.json").read_text())
     assert kept["settings"]["steps"] == 20
     assert kept["spread"] == {"strategy": "zero2"}

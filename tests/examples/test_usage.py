@@ -1,4 +1,4 @@
-"""What an example cannot do it refuses in a usage line, before it starts."""
+"""Examples refuse wrong options in a usage line, before they start."""
 
 from __future__ import annotations
 

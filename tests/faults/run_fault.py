@@ -30,7 +30,7 @@ def main():
     if rank == culprit and len(sys.argv) > 3:
         time.sleep(float(sys.argv[3]))
     fault.body(rank if fault.before_init else mpishard.init(), culprit)
-    print("came to its end on rank", rank, flush=True)
+    print("finished on rank", rank, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Random sequences: ``run_sequences.py WHERE RANKS SEED FIRST COUNT``, WHERE ``memory`` or not.
 
-Every fourth has a mismatch in it, which all ranks must find. Prints how many calls went well.
+Every fourth has a mismatch, which all ranks must detect. Prints the number of correct calls.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Checks of values on a GPU are read together."""
+"""Checks of values on a GPU are read by one copy."""
 
 import pytest
 from cupy_stand_in.counts import counting
 
-from mpishard.nn.checks import read_together, refuse_if_any
+from mpishard.nn.checks import deferred_checks, refuse_if_any
 
 
 def refusal(name):
@@ -13,8 +13,8 @@ def refusal(name):
     return refuse
 
 
-def check_together(first, second, third):
-    with read_together():
+def check_in_one_block(first, second, third):
+    with deferred_checks():
         refuse_if_any(first, refusal("the first"))
         refuse_if_any(second, refusal("the second"))
         refuse_if_any(third, refusal("the third"))
@@ -23,9 +23,9 @@ def check_together(first, second, third):
 def test_checks_of_a_block_are_read_once_and_the_first_error_is_raised(gpu):
     none, one = gpu.zeros(1), gpu.ones(1)
     with counting() as counts:
-        check_together(none, none, none)
+        check_in_one_block(none, none, none)
         with pytest.raises(ValueError, match="the second"):
-            check_together(none, one, one)
+            check_in_one_block(none, one, one)
     if hasattr(gpu, "__stand_in__"):
         assert counts.reads == 2
 
@@ -38,10 +38,10 @@ def test_a_check_outside_of_a_block_is_read_at_once(gpu):
 
 def test_an_error_in_a_block_is_raised_before_its_checks_and_leaves_none_behind(gpu):
     def fail():
-        with read_together():
+        with deferred_checks():
             refuse_if_any(gpu.ones(1), refusal("a value"))
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    check_together(gpu.zeros(1), gpu.zeros(1), gpu.zeros(1))
+    check_in_one_block(gpu.zeros(1), gpu.zeros(1), gpu.zeros(1))

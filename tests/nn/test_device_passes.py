@@ -31,8 +31,8 @@ dtypes = pytest.mark.parametrize("dtype", BOUNDS)
 widths = pytest.mark.parametrize("width", WIDTHS)
 
 
-class Place:
-    """Puts host arrays of float64 into one namespace, in one dtype."""
+class Converter:
+    """Converts host arrays of float64 to one namespace and one dtype."""
 
     def __init__(self, xp: Any, dtype: str) -> None:
         self.whole, self._dtype = xp.asarray, dtype
@@ -58,27 +58,27 @@ def assert_near(found: Any, expected: Any, dtype: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=BOUNDS[dtype] * size)
 
 
-def run(layer: Any, place: Place, x: Any, *, adds: bool = False) -> list[Any]:
+def run(layer: Any, convert: Converter, x: Any, *, adds: bool = False) -> list[Any]:
     """Output, output without training, input gradient, and gradients written or added to."""
     table = ParameterTable(layer.walk_parameters())
-    p = table.nested_views(place(values((table.length,), 1)))
-    y, saved = layer.forward(p, place(x), nn.Context())
+    p = table.nested_views(convert(values((table.length,), 1)))
+    y, saved = layer.forward(p, convert(x), nn.Context())
     y = y.copy()  # A backward pass may overwrite what was saved.
-    predicted, _ = layer.forward(p, place(x), nn.Context(training=False))
-    flat = place(values((table.length,), 2))
+    predicted, _ = layer.forward(p, convert(x), nn.Context(training=False))
+    flat = convert(values((table.length,), 2))
     targets = GradientTargets(
         {entry.name: entry for entry in table.entries},
         lambda entry: flat[entry.start : entry.stop],
         set() if adds else {entry.name for entry in table.entries},
     )
-    dx = layer.backward(p, saved, place(values(y.shape, 3)), targets)
+    dx = layer.backward(p, saved, convert(values(y.shape, 3)), targets)
     targets.clear_unwritten()
     return [y, predicted, dx, flat]
 
 
 def assert_as_on_the_host(layer: Any, gpu: Any, x: Any, dtype: str, *, adds: bool = False) -> None:
-    expected = run(layer, Place(np, "float64"), x, adds=adds)
-    found = run(layer, Place(gpu, dtype), x, adds=adds)
+    expected = run(layer, Converter(np, "float64"), x, adds=adds)
+    found = run(layer, Converter(gpu, dtype), x, adds=adds)
     for actual, wanted in zip(found, expected, strict=True):
         assert_near(actual, wanted, dtype)
 
@@ -126,11 +126,11 @@ def test_large_inputs_do_not_overflow(kind: str, gpu: Any) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", [*ROW_LAYERS, "gelu", "relu"])
-def test_a_bad_element_spoils_its_row_alone(kind: str, bad: float, gpu: Any) -> None:
+def test_a_nan_affects_only_its_row(kind: str, bad: float, gpu: Any) -> None:
     x = values((3, 40), 4)
     x[1, 7] = bad
     layer = ROW_LAYERS[kind](40) if kind in ROW_LAYERS else ELEMENTWISE[kind]
-    y = run(layer, Place(gpu, "float32"), x)[0]
+    y = run(layer, Converter(gpu, "float32"), x)[0]
     assert not np.isfinite(to_host(y)[1]).all()
     assert np.isfinite(to_host(y)[[0, 2]]).all()
 
@@ -142,18 +142,18 @@ def test_masked_softmax(width: int, queries: int, dtype: str, gpu: Any) -> None:
     """Row n of a block of 3 queries sees all keys before the block, and its own up to itself."""
     queries, rows = min(queries, width), 6
     first = width - queries
-    place, scores, d = Place(gpu, dtype), values((rows, width), 1), values((rows, width), 2)
+    convert, scores, d = Converter(gpu, dtype), values((rows, width), 1), values((rows, width), 2)
     seen = first + np.arange(rows) % queries + 1 if queries else np.full(rows, width)
     masked = np.where(np.arange(width) < seen[:, None], 0.3 * scores, -np.inf)
     shift = masked.max(axis=1, keepdims=True)
     logs = shift + np.log(np.exp(masked - shift).sum(axis=1, keepdims=True))
     weights = np.exp(masked - logs)
     gradient = 0.3 * weights * (d - (weights * d).sum(axis=1, keepdims=True))
-    out = place(scores)
+    out = convert(scores)
     found_logs = device_passes.softmax(out, out, 0.3, first, queries)
     assert_near(out, weights, dtype)
     assert_near(found_logs, logs, dtype)
-    again, dscores = place(scores), place(d)
+    again, dscores = convert(scores), convert(d)
     device_passes.softmax_backward(again, dscores, found_logs, 0.3, first, queries)
     assert_near(again, weights, dtype)
     assert_near(dscores, gradient, dtype)
@@ -214,11 +214,11 @@ def test_cross_entropy(kind: str, rows: int, width: int, dtype: str, gpu: Any) -
     loss, logits = nn.CrossEntropy(**LOSSES[kind]), 5 * values((rows, width), 1)
     target = np.random.default_rng(2).integers(-1, width, rows).astype(np.int32)
     total, weight, saved = loss.forward(logits, target)
-    place = Place(gpu, dtype)
-    found = loss.forward(place(logits), place(target))
+    convert = Converter(gpu, dtype)
+    found = loss.forward(convert(logits), convert(target))
     assert read_numbers(found[:2]) == pytest.approx([total, weight], rel=BOUNDS[dtype])
     assert_near(loss.backward(found[2]), loss.backward(saved), dtype)
-    alone = loss.forward(place(logits), place(target), training=False)
+    alone = loss.forward(convert(logits), convert(target), training=False)
     assert read_numbers(alone[:2]) == read_numbers(found[:2])
     assert alone[2] is None
 
@@ -228,13 +228,13 @@ def test_cross_entropy_of_weighted_targets(dtype: str, gpu: Any) -> None:
     loss, logits = nn.CrossEntropy(class_weight=[1, 0, 2, 0.5], z_loss=0.1), values((2, 3, 4), 1)
     target = Samples((np.array([[0, 1, 2], [3, -1, 2]]), np.array([0.5, 2.0])))
     total, weight, saved = loss.forward(logits, target)
-    place = Place(gpu, dtype)
-    found = loss.forward(place(logits), map_arrays(gpu.asarray, target))
+    convert = Converter(gpu, dtype)
+    found = loss.forward(convert(logits), map_arrays(gpu.asarray, target))
     assert read_numbers(found[:2]) == pytest.approx([total, weight], rel=BOUNDS[dtype])
     assert_near(loss.backward(found[2]), loss.backward(saved), dtype)
 
 
-def test_a_row_of_weight_0_counts_for_nothing_whatever_its_logits(gpu: Any) -> None:
+def test_a_row_of_weight_0_has_no_effect_whatever_its_logits(gpu: Any) -> None:
     logits = values((3, 4), 1)
     logits[1, 0] = np.inf
     weights = np.array([1.0, 0.0, 2.0])
@@ -307,9 +307,9 @@ def test_rows_of_a_token_are_added_in_their_order(gpu: Any) -> None:
 @dtypes
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1000, 33), (31, 64), (0, 5), (4097, 3)])
 def test_column_sums(rows: int, columns: int, dtype: str, gpu: Any) -> None:
-    place, table, old = Place(gpu, dtype), values((rows, columns), 1), values((columns,), 2)
-    first, second = place(old)[: columns // 3], place(old)[columns // 3 :]
-    device_passes.column_sums(place(table), (first, False), (second, True))
+    convert, table, old = Converter(gpu, dtype), values((rows, columns), 1), values((columns,), 2)
+    first, second = convert(old)[: columns // 3], convert(old)[columns // 3 :]
+    device_passes.column_sums(convert(table), (first, False), (second, True))
     sums = table.sum(axis=0)
     assert_near(first, sums[: columns // 3], dtype)
     assert_near(second, (sums + old)[columns // 3 :], dtype)
@@ -322,11 +322,11 @@ def test_dropout_has_the_masks_of_the_host(shape: Any, part: Any, dtype: str, gp
     layer, own = nn.Dropout(0.3), int(np.prod(shape[1:]))
     elements, part = (own, None) if part is None else (own + 20, (part[0], part[0] + own))
     found = []
-    for place in (Place(np, dtype), Place(gpu, dtype)):
+    for convert in (Converter(np, dtype), Converter(gpu, dtype)):
         context = nn.Context(seed=5, step=3, path="drop", sample_start=11)
         stream = MaskStream(context, elements, layer.rate, part)
-        y, saved = layer.mask_by(place(values(shape, 1)), stream)
-        dx, _ = layer.backward_input({}, saved, place(values(shape, 2)))
+        y, saved = layer.mask_by(convert(values(shape, 1)), stream)
+        dx, _ = layer.backward_input({}, saved, convert(values(shape, 2)))
         found.append([to_host(array) for array in (y, dx)])
     for host, device in zip(*found, strict=True):
         np.testing.assert_array_equal(device, host)
@@ -382,8 +382,8 @@ def test_products_of_rounded_operands(precision: str, layout: str, batch: Any, g
     host = values((*batch, 33, 70), 1), values((*batch, 70, 41), 2)
     a, b = PRODUCTS[layout](*host)
     exact, bound = a @ b, np.abs(a) @ np.abs(b)
-    place = Place(gpu, "float32")
-    far = PRODUCTS[layout](*map(place, host))
+    convert = Converter(gpu, "float32")
+    far = PRODUCTS[layout](*map(convert, host))
     whole = gpu.zeros((*exact.shape[:-1], exact.shape[-1] + 1), "f4")
     places = [None, gpu.empty(exact.shape, "f4"), whole[..., 1:]]
     with device_passes.products_in(precision):
@@ -403,11 +403,11 @@ def test_products_of_rounded_operands(precision: str, layout: str, batch: Any, g
 
 
 @pytest.mark.parametrize("shapes", [((0, 3), (3, 2)), ((2, 0), (0, 2)), ((4, 3), (5, 3, 2))])
-def test_products_of_nothing_and_of_one_matrix_with_many(shapes: Any, gpu: Any) -> None:
+def test_products_of_empty_and_of_broadcast_operands(shapes: Any, gpu: Any) -> None:
     a, b = values(shapes[0], 1), values(shapes[1], 2)
-    place = Place(gpu, "float32")
+    convert = Converter(gpu, "float32")
     with device_passes.products_in("bfloat16"):
-        found = to_host(product(place(a), place(b)))
+        found = to_host(product(convert(a), convert(b)))
     np.testing.assert_allclose(found, a @ b, rtol=0, atol=0.05)
 
 

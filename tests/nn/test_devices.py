@@ -1,4 +1,4 @@
-"""Layers, losses and plain models on a GPU, or on its stand-in, do what they do on the host."""
+"""Layers, losses and plain models compute the same on the host and on a GPU or its stand-in."""
 
 import sys
 
@@ -191,7 +191,7 @@ def test_a_gpt_generates_what_it_does_on_the_host(gpu):
     np.testing.assert_array_equal(*tokens)
 
 
-def test_the_device_that_was_asked_for(gpu):
+def test_arrays_are_on_the_requested_device(gpu):
     count = gpu.cuda.runtime.getDeviceCount()
     for index in range(count):
         model = nn.MLP([2, 2], device=f"cuda:{index}")
@@ -249,7 +249,7 @@ def test_with_a_driver_alone_and_several_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize("host", [np.array(3.0), np.ones((3, 4)).T, np.empty((0, 2)), np.ones(2)])
-def test_arrays_of_any_shape_go_there_and_back(host, gpu):
+def test_arrays_of_any_shape_are_copied_to_a_device_and_back(host, gpu):
     there = Device.parse("cuda").put(host)
     assert is_device_array(there)
     assert Device.parse("cuda").put(there) is there

@@ -1,4 +1,4 @@
-"""Dropout: what it computes, and that its masks belong to samples and not to batches."""
+"""Dropout: its formula, and masks that depend on the sample and not on the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole family of model interfaces on the plain models of `nn`."""
+"""The model interfaces, as the plain models of `nn` implement them."""
 
 import io
 
@@ -131,7 +131,7 @@ def test_a_clone_shares_and_a_deep_copy_does_not(make):
     np.testing.assert_array_equal(model.get_parameters(), 2 * before)
 
 
-def test_what_is_set_is_a_copy():
+def test_set_parameters_copies_the_vector():
     model = mlp()
     vector = model.get_parameters()
     model.set_parameters(vector)
@@ -188,7 +188,7 @@ def test_bytes_files_and_streams(make, tmp_path):
         np.testing.assert_array_equal(other.get_parameters(), vector)
 
 
-def test_what_is_no_saved_model(tmp_path, monkeypatch):
+def test_bytes_that_are_no_saved_model_are_refused(tmp_path, monkeypatch):
     model, other = mlp(), nn.MLP([5, 7, 3])
     before = model.get_parameters()
     other.save_model(tmp_path / "other")
@@ -243,7 +243,7 @@ def test_a_closed_model_has_no_parameters():
 
 
 @by_model
-def test_the_family(make):
+def test_plain_models_implement_all_interfaces(make):
     model = make()
     for interface in (IFullModel, ILayeredModel, IPipelineDecomposableModel):
         assert isinstance(model, interface)
@@ -269,7 +269,7 @@ def test_shapes():
     assert model.get_dynamic_shape_info() == DynamicShapeInfo((1, 2), (1, 2))
 
 
-def test_what_is_known_of_the_layers_of_an_mlp():
+def test_layer_info_of_an_mlp():
     infos = nn.MLP([5, 7, 2], dtype="float32").get_all_layer_info()
     assert [
         (i.index, i.name, i.category, i.parameter_offset, i.parameter_count, i.input_shape)
@@ -285,7 +285,7 @@ def test_what_is_known_of_the_layers_of_an_mlp():
     assert [i.estimated_activation_memory for i in infos] == [28, 28, 8]
 
 
-def test_what_is_known_of_the_layers_of_a_gpt():
+def test_layer_info_of_a_gpt():
     model = gpt(tied_embeddings=True)
     infos = {info.name: info for info in model.get_all_layer_info()}
     assert infos["embedding"].estimated_flops == 0
@@ -303,7 +303,7 @@ def test_what_is_known_of_the_layers_of_a_gpt():
     ]
 
 
-def test_what_is_known_of_the_layers_of_a_conv_net():
+def test_layer_info_of_a_convolutional_network():
     chain = nn.Sequential(
         nn.Conv2D(3, 4, (2, 3)),
         nn.MaxPool2D(2),
@@ -355,13 +355,13 @@ def test_a_frozen_layer_is_not_trainable():
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_layers_that_are_not_there(index):
+def test_unknown_layers_are_refused(index):
     for ask in (mlp().get_layer_info, mlp().validate_partition_point):
         with pytest.raises(ValueError, match=rf"layer {index} is outside \[0, 3\)"):
             ask(index)
 
 
-def test_where_a_model_may_be_cut():
+def test_points_at_which_a_model_may_be_cut():
     model = mlp()
     assert [model.validate_partition_point(i) for i in range(3)] == [True, True, False]
 
@@ -397,7 +397,7 @@ def test_backward_in_halves(make, samples):
     np.testing.assert_allclose((dx * direction).sum(), (up - down) / 2e-6, rtol=1e-6, atol=1e-10)
 
 
-def test_what_was_cached_serves_once_and_its_own_model():
+def test_cached_activations_serve_once_and_only_their_model():
     model = mlp()
     x, y = batch(model)
     _, cached = model.compute_activation_gradients(x, y)

@@ -1,4 +1,4 @@
-"""Reading a sequence bit by bit gives what reading it at once gives."""
+"""A sequence that is read in several passes gives the logits of one pass."""
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_too_few_blocks_are_refused_with_numbers():
             use(long)
 
 
-def test_sequences_that_begin_and_end_between_each_other_see_only_their_own():
+def test_interleaved_sequences_see_only_their_own_keys():
     layer, cache = CausalAttention(4, kv_heads=2), KeyValueCache(8, 3)
     context = Context(training=False, cache=cache)
     texts = np.random.default_rng(0).standard_normal((3, 12, 8 * 6))
@@ -162,7 +162,7 @@ def test_sequences_that_begin_and_end_between_each_other_see_only_their_own():
         np.testing.assert_allclose(found[row], expected[row, :length], rtol=0, atol=1e-12)
 
 
-def test_what_cannot_be_read_bit_by_bit_is_refused():
+def test_passes_that_cannot_use_a_cache_are_refused():
     x, cache = np.ones((1, 2, 6)), KeyValueCache(1, 3)
     with pytest.raises(ValueError, match="core: attention that is not causal"):
         Attention(1).forward({}, x, Context(training=False, path="core", cache=cache))

@@ -1,4 +1,4 @@
-"""The gradient checks find what they are there to find."""
+"""The gradient checks find wrong gradients and violations of the layer interface."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_wrong_gradient_is_named_worst_first():
         (Forgetful(3, 2), "gradient of weight depends on whether"),
     ],
 )
-def test_broken_promises_are_found(layer, message):
+def test_violations_of_the_layer_interface_are_found(layer, message):
     with pytest.raises(AssertionError, match=message):
         check_layer_gradients(layer, X)
 
@@ -200,7 +200,7 @@ def test_a_gradient_may_be_added_to_by_name():
         np.testing.assert_allclose(got, alone.get_parameters(), rtol=1e-12, atol=1e-12)
 
 
-def test_the_layer_that_the_page_of_meshes_prints_keeps_what_layers_promise():
+def test_the_layer_on_the_page_about_meshes_passes_the_gradient_check():
     page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text()
     names = {"ms": ms, "np": np}
     exec(re.search(r"^class Swish.*?(?=^def )", page, re.DOTALL | re.MULTILINE)[0], names)

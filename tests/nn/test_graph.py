@@ -253,12 +253,12 @@ def test_a_deep_graph_needs_no_deep_stack():
         ([nn.ComputationNode("input", shape=(3,))], ValueError, r"got a node of \(3,\)"),
     ],
 )
-def test_what_is_no_input(inputs, error, message):
+def test_invalid_input_nodes_are_refused(inputs, error, message):
     with pytest.raises(error, match=message):
         nn.MLP([3, 2]).export_computation_graph(inputs)
 
 
-def test_what_cannot_be_evaluated():
+def test_invalid_feeds_are_refused():
     node = nn.MLP([3, 2]).export_computation_graph([])
     with pytest.raises(TypeError, match="must map inputs to arrays, got ndarray"):
         node.evaluate(np.ones((1, 3)))
@@ -275,7 +275,7 @@ def test_what_cannot_be_evaluated():
             gpt.evaluate({"x": [[token]]})
 
 
-def test_the_graph_of_a_sharded_models_structure_says_where_the_parameters_are():
+def test_exporting_the_graph_of_a_structure_only_model_names_the_holder():
     with ms.InMemoryCommunicationBackend(0, 1, "test_graph") as backend:
         plain = nn.MLP([3, 2])
         ms.as_distributed(plain, backend)

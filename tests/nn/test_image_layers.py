@@ -150,7 +150,7 @@ def test_several_chunks_give_what_each_sample_gives_alone(
 
 
 @pytest.mark.parametrize("samples", [3, 300])
-def test_the_first_weight_gradient_is_written_over_whatever_was_there(samples: int) -> None:
+def test_the_first_weight_gradient_overwrites_old_values(samples: int) -> None:
     layer = Conv2D(1, 2, 3, padding=1)
     x, values = draw(layer, (samples, 1, 20, 20))
     y, saved = layer.forward(values, x, Context())
@@ -167,7 +167,7 @@ def test_the_first_weight_gradient_is_written_over_whatever_was_there(samples: i
     np.testing.assert_array_equal(memory, np.concatenate([v.ravel() for v in expected.values()]))
 
 
-def test_of_equal_elements_the_first_gets_the_gradient() -> None:
+def test_the_first_of_equal_elements_gets_the_gradient() -> None:
     x = np.array([[1.0, 2.0, 0.0], [2.0, 2.0, 0.0], [5.0, 5.0, 5.0]])[None, None]
     layer = MaxPool2D(2, stride=1)
     y, saved = layer.forward({}, x, Context())
@@ -183,7 +183,7 @@ def test_pooling_hides_no_nan(where: Pair) -> None:
     assert np.isnan(MaxPool2D(2).forward({}, x, Context())[0]).all()
 
 
-def test_positions_in_large_windows_are_told_apart() -> None:
+def test_positions_in_large_windows_are_distinguished() -> None:
     x = np.zeros((1, 1, 20, 20))
     x[0, 0, 18, 7] = 1.0
     y, saved = MaxPool2D(20).forward({}, x, Context())

@@ -1,4 +1,4 @@
-"""First values: what they are distributed like, and what they depend on."""
+"""Initial values: their distribution, and their dependence on seed and name alone."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_blocked_attention_is_the_formula(length: int, scale: float) -> None:
         np.testing.assert_allclose(dx, grad(total)(x), rtol=1e-9, atol=1e-11)
 
 
-def test_attention_sees_nothing_of_what_comes_after() -> None:
+def test_causal_attention_does_not_depend_on_later_positions() -> None:
     x = np.random.default_rng(0).standard_normal((1, 9, 12))
     changed = x.copy()
     changed[:, 6:] += 5.0
@@ -383,7 +383,7 @@ def test_an_embedding_takes_tokens(layer: Layer) -> None:
         layer.check_input([[1, 2]])
 
 
-def test_a_chain_spares_itself_the_gradient_of_its_input() -> None:
+def test_a_chain_can_leave_out_the_gradient_of_its_input() -> None:
     asked = []
 
     class Spy(Linear):
@@ -483,7 +483,7 @@ def test_composites_name_their_parameters_in_order() -> None:
     assert list(Sequential(ReLU(), Tanh()).children) == ["0", "1"]
 
 
-def test_a_chain_lets_go_of_what_has_served() -> None:
+def test_a_chain_frees_saved_values_as_it_uses_them() -> None:
     chain = Sequential(Linear(2, 2), Tanh(), Linear(2, 2))
     values = nested(parameters(chain))
     _, saved = chain.forward(values, np.ones((3, 2)), Context())
@@ -493,7 +493,7 @@ def test_a_chain_lets_go_of_what_has_served() -> None:
     assert pending == []
 
 
-def test_tied_weight_is_described_and_not_owned() -> None:
+def test_a_tied_weight_has_a_description_and_no_table_entry() -> None:
     head = Linear(3, 7, bias=False, initializer=normal(0.1), tied_to="embedding.weight")
     spec = head.parameters["weight"]
     assert spec.tied_to == "embedding.weight"

@@ -1,4 +1,4 @@
-"""Linear and logistic regression: fits, probabilities, and what they know of their features."""
+"""Linear and logistic regression: fits, probabilities, active features and their importance."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_masked_layer():
     np.testing.assert_array_equal(x, before)
 
 
-def test_an_inactive_feature_may_hold_anything():
+def test_values_of_an_inactive_feature_do_not_matter():
     model = with_coefficients(LinearRegression(3), [1.0, 2.0, 3.0], [4.0])
     model.set_active_feature_indices(i for i in (2, 0, 2))
     x = np.array([[1.0, np.nan, 1.0], [0.0, 1e300, 0.0]])
@@ -97,7 +97,7 @@ def test_active_features():
 
 
 @pytest.mark.parametrize("copied", ["clone", "deep_copy", "with_parameters"])
-def test_a_copy_has_a_choice_of_its_own(copied):
+def test_a_copy_has_its_own_active_features(copied):
     model = with_coefficients(LinearRegression(3), [1.0, 2.0, 3.0], [0.0])
     model.feature_spread = np.array([1.0, 2.0, 3.0])
     model.set_active_feature_indices([0, 1])
@@ -134,7 +134,7 @@ def test_importance_is_coefficient_times_spread():
     assert model.get_feature_importance()["c"] == 0.0
 
 
-def test_importance_is_how_far_predictions_move():
+def test_importance_is_the_change_of_predictions():
     model = with_coefficients(LinearRegression(3), [1.0, -2.0, 3.0], [9.0])
     model.feature_spread = X.std(axis=0)
     for i, importance in enumerate(model.get_feature_importance().values()):
@@ -142,7 +142,7 @@ def test_importance_is_how_far_predictions_move():
         np.testing.assert_allclose(model.predict(only).std(), importance, rtol=1e-12)
 
 
-def test_what_all_classes_share_is_unimportant():
+def test_a_coefficient_that_all_classes_share_has_no_importance():
     coefficients = np.array([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0]])
     model = with_coefficients(LogisticRegression(2, 3), coefficients, np.zeros(3))
     shifted = with_coefficients(
@@ -186,12 +186,12 @@ def test_separable_classes_are_learned(classes):
     assert model.predict_probabilities(x).dtype == np.float32
 
 
-def test_targets_that_are_a_vector_are_told_how_to_be_a_column():
+def test_the_error_for_vector_targets_shows_how_to_make_a_column():
     with pytest.raises(ValueError, match=r"\(40, 1\) and \(40,\); y\[\.\.\., None\]"):
         LinearRegression(3).compute_loss_and_gradients(X, X[:, 0])
 
 
-def test_metadata_knows_the_features():
+def test_metadata_has_the_features():
     model = LinearRegression(3, seed=1)
     metadata = model.get_model_metadata()
     assert (metadata.feature_count, metadata.complexity) == (3, 4)

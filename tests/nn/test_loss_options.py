@@ -1,4 +1,4 @@
-"""The losses of regression and of yes or no, label smoothing and z-loss, against autograd."""
+"""The losses of regression, binary cross entropy, label smoothing and z-loss, against autograd."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_each_class_needs_a_weight():
         CrossEntropy(class_weight=[1, 2]).check_target((4, 3), np.zeros(4, int))
 
 
-def test_a_loss_that_takes_no_weights_says_so():
+def test_a_loss_without_weights_refuses_them():
     class Own(ms.nn.Loss):
         def forward(self, prediction, target, training=True):
             return float((prediction - target).sum()), float(len(target)), prediction

@@ -355,7 +355,7 @@ def test_generation_draws_from_the_prediction():
     assert kept == likeliest
 
 
-def test_generation_repeats_itself_by_seed():
+def test_generation_is_reproducible_by_seed():
     model = GPT(**SIZES)
     first, again, other = (model.generate([1], 20, seed=seed) for seed in (4, 4, 5))
     np.testing.assert_array_equal(first, again)
@@ -402,6 +402,6 @@ def test_a_model_is_shown_with_its_size_and_dtype():
         ({"dtype": "x"}, TypeError, "dtype must be float32 or float64, got 'x'"),
     ],
 )
-def test_an_mlp_is_told_of_wrong_arguments_when_it_is_made(options, error, message):
+def test_the_constructor_of_an_mlp_refuses_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         MLP(**({"sizes": [3, 2]} | options))

@@ -54,7 +54,7 @@ def test_layers_are_near_float64(kind: str, dtype: Any) -> None:
 
 
 @both
-def test_a_loop_rounds_as_the_one_rounding_does(dtype: Any) -> None:
+def test_loops_round_to_bfloat16_as_round_into_does(dtype: Any) -> None:
     word = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint64).astype(np.uint32)
     with np.errstate(invalid="ignore"):
         factors = word.view(np.float32).astype(dtype)
@@ -70,7 +70,7 @@ def test_a_loop_rounds_as_the_one_rounding_does(dtype: Any) -> None:
 @both
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_not_hidden(kind: str, bad: float, dtype: Any) -> None:
+def test_infinities_and_nan_are_kept(kind: str, bad: float, dtype: Any) -> None:
     layer, shape = LAYERS[kind]
     x = values(shape, 1, dtype)
     x[0, 0] = bad

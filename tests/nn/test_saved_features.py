@@ -75,7 +75,7 @@ def test_a_plain_model_has_the_features_that_were_saved(way: Any, tmp_path: Path
 
 
 @by_way
-def test_what_was_saved_without_a_choice_has_none(way: Any, tmp_path: Path) -> None:
+def test_files_without_active_features_activate_all(way: Any, tmp_path: Path) -> None:
     target = chosen()
     way(LinearRegression(4, seed=2), target, tmp_path / "model")
     assert target.get_active_feature_indices() == [0, 1, 2, 3]
@@ -89,8 +89,10 @@ def sharded(model: Any, backend: Any, strategy: str) -> Any:
 
 @by_way
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_at_every_world_size(way: Any, strategy: str, tmp_path: Path) -> None:
-    """What two ranks save, three and one take; and a plain model's three take."""
+def test_active_features_are_loaded_at_every_world_size(
+    way: Any, strategy: str, tmp_path: Path
+) -> None:
+    """One and three ranks load what two ranks saved, and three what a plain model saved."""
     expected = chosen().predict(X)
     plain = LinearRegression(4, seed=2)
 
@@ -132,7 +134,7 @@ def test_at_every_world_size(way: Any, strategy: str, tmp_path: Path) -> None:
 
 
 @in_worlds(2)
-def test_ranks_that_are_given_other_features_all_refuse(backend: Any) -> None:
+def test_all_ranks_refuse_active_features_that_differ_by_rank(backend: Any) -> None:
     source = chosen()
     source.set_active_feature_indices([backend.rank])
     model = sharded(LinearRegression(4, seed=2), backend, "fsdp")
@@ -150,7 +152,7 @@ def without_features() -> Model:
     return Model(Sequential({"linear": Linear(4, 1)}), MSE(), input_shape=(4,))
 
 
-def test_a_model_that_cannot_leave_features_out_refuses_what_does(tmp_path: Path) -> None:
+def test_a_model_without_feature_layers_refuses_saved_features(tmp_path: Path) -> None:
     chosen().save_model(tmp_path / "model")
     target = without_features()
     before = target.get_parameters()
@@ -183,7 +185,9 @@ class Regression:
 
 @pytest.mark.parametrize("make", [without_features, Regression])
 @in_worlds(2)
-def test_so_does_a_sharded_one(backend: Any, make: Any) -> None:
+def test_a_sharded_model_without_feature_layers_refuses_saved_features(
+    backend: Any, make: Any
+) -> None:
     model = sharded(make(), backend, "fsdp")
     data = chosen().serialize()
     if make is Regression:
@@ -264,7 +268,7 @@ def test_a_copy_of_a_structure_has_layers_of_its_own(copied: str) -> None:
     np.testing.assert_array_equal(other.predict(X), model.predict(X))
 
 
-def test_a_layer_that_stands_in_a_chain_twice_does_so_in_a_copy() -> None:
+def test_a_copy_shares_a_layer_that_the_chain_has_twice() -> None:
     layer = FeatureLinear(4, 4)
     chain = Sequential({"a": layer, "b": layer}).copy()
     assert chain.children["a"] is chain.children["b"] is not layer

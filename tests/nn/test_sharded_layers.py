@@ -1,4 +1,4 @@
-"""Layers under sharding: what is random or masked does not depend on how the batch is cut."""
+"""Layers under sharding: masks do not depend on the split of the batch over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consecutive layers as models: they compute, share and are dealt as their model does."""
+"""Sub-models: consecutive layers of a model, which share the model's parameters."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def gpt(**options):
 
 
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 1, 5), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
-def test_sub_models_one_after_the_other_are_the_model(cuts):
+def test_consecutive_sub_models_compute_the_model(cuts):
     model, x = mlp(), np.random.default_rng(0).standard_normal((4, 5))
     parts = [model.extract_sub_model(a, b) for a, b in itertools.pairwise(cuts)]
     y = x
@@ -67,7 +67,7 @@ def test_parameters_are_shared_both_ways():
     np.testing.assert_array_equal(part.get_parameters(), 0)
 
 
-def test_a_part_of_a_part():
+def test_a_sub_model_of_a_sub_model():
     model, x = mlp(), np.random.default_rng(0).standard_normal((4, 7))
     part = model.extract_sub_model(1, 5).extract_sub_model(1, 3)
     assert [layer.name for layer in part.get_all_layer_info()] == ["linear1", "relu1"]
@@ -80,7 +80,7 @@ def test_a_part_of_a_part():
     np.testing.assert_array_equal(part.predict(x), y)
 
 
-def test_nothing_is_made_before_it_is_needed(monkeypatch):
+def test_parameters_are_made_on_first_use(monkeypatch):
     model = gpt()
     expected = gpt().get_parameters()
     part = model.extract_sub_model(3, 8)
@@ -91,7 +91,7 @@ def test_nothing_is_made_before_it_is_needed(monkeypatch):
     np.testing.assert_array_equal(out, expected[start:])
 
 
-def test_training_the_last_part_is_training_on_what_the_first_gives():
+def test_training_the_last_sub_model_is_training_on_outputs_of_the_first():
     model, x = mlp(), np.random.default_rng(0).standard_normal((4, 5))
     y = np.ones((4, 2))
     first, last = model.extract_sub_model(0, 2), model.extract_sub_model(2, 5)
@@ -138,7 +138,7 @@ def test_ranges_that_are_none(start, end):
         mlp().extract_sub_model(start, end)
 
 
-def test_tied_layers_stay_together():
+def test_tied_layers_cannot_be_separated():
     model, x = gpt(tied_embeddings=True), np.random.default_rng(0).integers(0, 11, (2, 6))
     np.testing.assert_array_equal(model.extract_sub_model(0, 8).predict(x), model.predict(x))
     assert model.extract_sub_model(0, 3).parameter_count

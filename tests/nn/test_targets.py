@@ -1,4 +1,4 @@
-"""Gradients that are written, added to, or cleared, in memory that holds anything at first."""
+"""`GradientTargets`: gradients are written, added to or cleared in memory with old values."""
 
 from __future__ import annotations
 

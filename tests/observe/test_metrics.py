@@ -1,4 +1,4 @@
-"""Metrics: one line a step, also after a kill and a resume."""
+"""Metrics: one line for each step, also after a kill and a resume."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_failed_rewrite_keeps_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_pipe_or_a_device_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

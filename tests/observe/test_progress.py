@@ -1,4 +1,4 @@
-"""The progress line: on terminals, in files, and where nothing can be written."""
+"""The progress line: on terminals, in files, and on streams that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpishard.observe.progress import _duration, _loss, _quantity
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """What a stream must be to be drawn on."""
+    """A stream that reports that it is a terminal."""
 
     encoding = "utf-8"
 

@@ -1,4 +1,4 @@
-"""Timings: what is called how often, and what is made of the times."""
+"""Timings: the number of calls, and the figures computed from their times."""
 
 import mmap
 import sys

@@ -1,4 +1,4 @@
-"""Traces while they are recorded: what is in a rank's file, when it is there, what is refused."""
+"""Traces while they are recorded: the content of a rank's file, the time of writes, refusals."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_operations_of_a_pipeline(backend: Any, shared_path: Path) -> None:
         assert 0 < summarize_trace(open_trace(shared_path)).bubble < 1
 
 
-def test_nothing_is_recorded_unless_asked() -> None:
+def test_nothing_is_recorded_by_default() -> None:
     assert span("forward") is span("other", micro_batch=1) is step_span(3)
     with ms.InMemoryCommunicationBackend(0, 1, "untraced") as backend:
         pending = backend.barrier_async()
@@ -280,7 +280,7 @@ def test_the_buffer_is_written_when_it_is_full(tmp_path: Path) -> None:
 def test_events_are_on_disk_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: int
 ) -> None:
-    """Behind a step: where they are many, or a second old."""
+    """Events are written after a step, if they are many or a second old."""
 
     def body(backend: Any) -> list[str]:
         with trace(tmp_path, backend):
@@ -349,7 +349,7 @@ def test_a_variable_records_whole_runs(tmp_path: Path, monkeypatch: pytest.Monke
         settings.check()
 
 
-def test_a_rank_that_fails_leaves_what_it_had(
+def test_a_rank_that_fails_leaves_its_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(backend: Any) -> None:
@@ -371,7 +371,7 @@ def test_a_rank_that_fails_leaves_what_it_had(
     assert all(ending.is_early for ending in job.endings.values())
 
 
-def test_a_context_that_fails_leaves_what_it_had(tmp_path: Path) -> None:
+def test_a_block_that_fails_leaves_its_events(tmp_path: Path) -> None:
     def body(backend: Any) -> None:
         with trace(tmp_path, backend), span("forward"):
             raise PeerError("given up", 0)
@@ -430,7 +430,7 @@ def test_refusals(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["arena", "two nodes"], indirect=True)
 @in_worlds(2, 4)
 def test_clocks_are_compared(backend: Any, path: str, shared_path: Path) -> None:
-    """Each rank's clock runs ahead of rank 0's; what is found is as right as it says."""
+    """Each rank's clock runs ahead of rank 0's; the error is within the stated uncertainty."""
     ahead = 5_000_000_000 * backend.rank
     compared = [compare_clocks(backend, lambda: time.perf_counter_ns() + ahead) for _ in range(2)]
     jobs = backend.all_gather(np.array([int(clock.job, 16) for clock in compared]))

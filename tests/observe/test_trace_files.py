@@ -62,7 +62,7 @@ def merged(folder: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------- merging
 
 
-def test_ranks_come_to_lie_on_one_time_line(tmp_path: Path) -> None:
+def test_ranks_are_aligned_on_one_time_line(tmp_path: Path) -> None:
     """A rank's events are moved by its start, and by its node's best measured clock."""
     event = (COMPUTE, "forward", 10.0, 20.0, {})
     write(tmp_path, 0, [event], world_size=4)
@@ -143,7 +143,7 @@ def test_a_killed_rank_leaves_whole_lines(tmp_path: Path, kept: int) -> None:
     assert again.endings == job.endings
 
 
-def test_an_error_and_a_maximum_are_told(tmp_path: Path) -> None:
+def test_an_error_and_dropped_events_are_recorded(tmp_path: Path) -> None:
     write(tmp_path, 0, [])
     write(tmp_path, 1, [(STEP, "step 1", 3.0, 4.0, {"step": 1})], "ValueError: boom", 17)
     merged(tmp_path)
@@ -183,7 +183,7 @@ def damage(path: Path, line: int, text: str) -> None:
     ],
     ids=["missing", "none", "jobs", "version", "renamed", "merged", "torn", "other", "damaged"],
 )  # fmt: skip
-def test_what_cannot_be_read(tmp_path: Path, harm: Any, error: Any, message: str) -> None:
+def test_damaged_traces_are_refused(tmp_path: Path, harm: Any, error: Any, message: str) -> None:
     for rank in (0, 1):
         write(tmp_path, rank, [(COMPUTE, "forward", 0.0, 1.0, {})])
     harm(tmp_path)
@@ -194,7 +194,7 @@ def test_what_cannot_be_read(tmp_path: Path, harm: Any, error: Any, message: str
     assert not list(tmp_path.glob(".*"))
 
 
-def test_which_paths_are_no_jobs(tmp_path: Path) -> None:
+def test_paths_without_a_job_are_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(tmp_path, rank, [])
     with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*nowhere"):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from cupy_stand_in.counts import counting
-from mpishard.optimizers.rules.ranges import joined
 
 import mpishard as ms
 from mpishard.base.arrays import to_host
@@ -20,6 +19,7 @@ from mpishard.optimizers import (
     UpdateContext,
 )
 from mpishard.optimizers.rules.compiled import Body, elements
+from mpishard.optimizers.rules.pieces import joined
 from mpishard.testing.worlds import in_worlds
 
 RULES = {

@@ -1,4 +1,4 @@
-"""Charts of timelines: each operation where and when it is done."""
+"""Charts of timelines: each operation on its rank, at its time."""
 
 import struct
 

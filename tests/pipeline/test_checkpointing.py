@@ -1,4 +1,4 @@
-"""Activations that are computed again: the same bits, less memory, what it costs in messages."""
+"""Activation checkpointing: the same bits, less memory, and the number of its messages."""
 
 import tracemalloc
 
@@ -106,7 +106,7 @@ def computed(monkeypatch):
     return layers
 
 
-def test_only_what_was_forgotten_is_computed_again(computed):
+def test_only_segments_without_activations_are_computed_again(computed):
     """17 layers in segments of 5: 0-4, 5-9, 10-14, 15-16."""
     config = Config(True, 5)
     first = [*range(17)]
@@ -313,12 +313,12 @@ def test_strategies_of_a_configuration():
         ({"checkpoint_first_layer": None}, TypeError, "must be True or False, got None"),
     ],
 )
-def test_configurations_that_cannot_be(arguments, kind, words):
+def test_invalid_configurations_are_refused(arguments, kind, words):
     with pytest.raises(kind, match=words):
         Config(**arguments)
 
 
-def test_models_that_cannot_be_computed_again():
+def test_models_without_recomputation_are_refused():
     black_box = ms.FunctionModel(lambda theta, x, y: (0.0, theta * 0), np.ones(4))
     with ms.InMemoryCommunicationBackend(0, 1, "cannot be computed again") as backend:
         configuration = ShardingConfiguration(backend)

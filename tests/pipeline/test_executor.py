@@ -1,4 +1,4 @@
-"""Schedules that run: exact results, every message counted, nothing left behind."""
+"""Execution of schedules: exact gradients, counts of messages, and runs after a failed one."""
 
 import importlib.util
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_the_most_micro_batches_live_are_the_schedule_s(backend):
 
 
 @in_worlds(2, 3)
-def test_what_is_needed_next_is_asked_for_before_a_rank_computes(backend):
+def test_the_next_receive_is_posted_before_a_rank_computes(backend):
     asked = []
     receive = backend.receive_async
 
@@ -152,7 +152,7 @@ def test_what_is_needed_next_is_asked_for_before_a_rank_computes(backend):
 
 
 @in_worlds(2, 3)
-def test_micro_batches_may_be_taken_in_another_order_than_they_are_sent(backend):
+def test_micro_batches_may_be_used_in_another_order_than_they_are_sent(backend):
     class Backwards(ToySchedule):
         def get_schedule(self, stage_id, num_stages, num_micro_batches):
             order = list(range(num_micro_batches))
@@ -204,7 +204,7 @@ class Failing(ToyStages):
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-V"])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_a_stage_that_fails_is_every_rank_s_error(world_size, name):
+def test_all_ranks_raise_if_a_stage_fails(world_size, name):
     schedule = SCHEDULES[name]
     model = ToyModel(world_size * schedule.virtual_stages_per_rank, 13, M)
     ends = [None] * world_size
@@ -278,7 +278,7 @@ def test_an_output_that_was_not_announced_is_refused(wrong, words):
         run_in_threads(2, body)
 
 
-def test_ranks_that_are_given_different_batches_are_told():
+def test_different_batches_on_the_ranks_are_refused_with_both_shapes():
     schedule = SCHEDULES["1F1B"]
 
     class Turned(ToyStages):
@@ -310,7 +310,7 @@ def test_a_schedule_that_does_not_end_is_refused_before_anything_is_sent():
     assert run_in_threads(2, body) == [(0, [])] * 2
 
 
-def test_what_cannot_run_is_refused():
+def test_executors_without_micro_batches_or_tags_are_refused():
     backend = InMemoryCommunicationBackend(0, 2, "refused by the executor")
     with pytest.raises(ValueError, match="micro_batches must be 1 or more, got 0"):
         PipelineExecutor(backend, SCHEDULES["1F1B"], 0, np.float64)

@@ -1,4 +1,4 @@
-"""Layers dealt to stages: by FLOPs, by given or measured costs, or near a strategy's cuts."""
+"""Layers are assigned to stages by FLOPs, by given or measured costs, or near a strategy's cuts."""
 
 import itertools
 from dataclasses import replace
@@ -39,7 +39,7 @@ def is_tiling(stages, count):
     return [a for a, _ in stages] == [0, *(b for _, b in stages[:-1])] and stages[-1][1] == count
 
 
-def test_no_other_dealing_is_better():
+def test_no_other_assignment_of_layers_is_better():
     for seed, num_stages in itertools.product(range(30), range(1, 10)):
         generator = np.random.default_rng(seed)
         count = int(generator.integers(2, 9))
@@ -61,17 +61,17 @@ def test_no_other_dealing_is_better():
             assert max(sum(costs[a:b]) for a, b in used) == best
 
 
-def test_ways_to_say_costs():
+def test_ways_to_give_costs():
     infos = infos_of([4, 1, 1, 1, 1], sizes=[1, 1, 1, 1, 4])
     assert partition_layers(infos, 2) == [(0, 1), (1, 5)]
     assert partition_layers(infos, 2, costs=lambda info: info.parameter_count) == [(0, 4), (4, 5)]
     assert partition_layers(infos, 2, costs=[1, 1, 1, 0, 0]) == [(0, 1), (1, 5)]
     assert partition_layers(infos, 2, costs=np.array([0, 0, 1, 1, 2.0])) == [(0, 4), (4, 5)]
-    # Layers of which nothing is known are dealt by number.
+    # Without FLOPs or parameters, layers are assigned by number.
     assert partition_layers(infos_of([0] * 6), 3) == [(0, 2), (2, 4), (4, 6)]
 
 
-def test_a_strategy_is_followed_to_the_nearest_layer():
+def test_cuts_of_a_strategy_move_to_the_nearest_layer():
     infos = infos_of([1] * 4, sizes=[10, 0, 6, 4])
     uniform = UniformPartitionStrategy()
     # Cut at 10: before layer 1, which has no parameters, or 2; the first is taken.
@@ -92,7 +92,7 @@ def test_a_strategy_is_followed_to_the_nearest_layer():
     assert partition_layers(infos, 3, close) == [(0, 3), (3, 4), (4, 5)]
 
 
-def test_models_are_cut_where_they_may_be():
+def test_models_are_cut_only_at_allowed_points():
     model = ms.nn.GPT(vocabulary_size=50, context_length=8, width=16, heads=2, layers=4, seed=0)
     infos = model.get_all_layer_info()
     for num_stages in (1, 2, 3, 4, 8):
@@ -193,7 +193,7 @@ def test_measured_costs_are_of_the_layers_and_change_nothing():
     assert len(measured_layer_costs(gpt, tokens, tokens, repeats=1)) == gpt.layer_count
 
 
-def test_what_cannot_be_measured():
+def test_layer_costs_refuse_invalid_arguments():
     model = ms.nn.MLP([2, 2])
     x = np.ones((3, 2))
     with pytest.raises(ValueError, match="repeats must be 1 or more, got 0"):

@@ -96,7 +96,7 @@ def test_bubble_and_peak_memory_are_those_published(name, virtual):
 
 
 @pytest.mark.parametrize(("name", "virtual"), VARIANTS)
-def test_estimate_is_true(name, virtual):
+def test_the_estimated_bubble_is_that_of_the_clock(name, virtual):
     schedule = schedule_by_name(name, virtual)
     v = schedule.virtual_stages_per_rank
     for p in (1, 2, 3, 5, 8):
@@ -112,7 +112,7 @@ def test_estimate_is_true(name, virtual):
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_halves_are_apart_in_the_zero_bubble_family_alone(name):
+def test_only_zero_bubble_schedules_split_backward(name):
     schedule = schedule_by_name(name)
     v, p, m = schedule.virtual_stages_per_rank, 3, 6
     kinds = {F, I, W} if name in ZERO_BUBBLE else {F, B}

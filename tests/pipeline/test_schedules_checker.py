@@ -1,4 +1,4 @@
-"""`check_schedule` sees whatever is wrong with a schedule, and the clock keeps given times."""
+"""`check_schedule` finds every error of a schedule, and the clock uses the given times."""
 
 from dataclasses import replace
 
@@ -110,7 +110,7 @@ def test_a_missing_and_a_doubled_operation_are_named(name, virtual):
 
 
 @pytest.mark.parametrize(("name", "virtual"), VARIANTS)
-def test_two_swapped_operations_are_refused_where_nobody_could_execute_them(name, virtual):
+def test_swapped_operations_are_refused_if_they_deadlock(name, virtual):
     schedule, p, m = schedule_by_name(name, virtual), 2, 2
     outcomes = []
     for rank in range(p):
@@ -164,7 +164,7 @@ def test_a_deadlock_names_the_operations():
         check_schedule(Changed(ZeroBubbleH1Schedule(), 0, weight_first), 1, 1)
 
 
-def test_operations_of_nothing_that_there_is():
+def test_operations_of_unknown_stages_and_micro_batches_are_refused():
     def other(**fields):
         def change(ops):
             ops[0] = replace(ops[0], **fields)
@@ -176,7 +176,7 @@ def test_operations_of_nothing_that_there_is():
         ({"micro_batch_index": -1}, "micro-batch -1 in its virtual stage 0"),
         ({"virtual_stage_index": 1}, "micro-batch 0 in its virtual stage 1"),
     ):
-        message = f"rank 0 has at place 0 the forward of {what}; it has 2 micro-batches and 1 v"
+        message = f"rank 0 has at position 0 the forward of {what}; it has 2 micro-batches and 1 v"
         with pytest.raises(ValueError, match=message):
             check_schedule(other(**fields), 2, 2)
     mixed = Changed(

@@ -1,4 +1,4 @@
-"""Timelines: what follows from when each operation is done, and what is held meanwhile."""
+"""Timelines: makespan, bubble, and the peaks of live micro-batches and of memory."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_figures_of_a_small_pipeline():
 
 
 @pytest.mark.parametrize("schedule", [ZeroBubbleH2Schedule(), ZeroBubbleVSchedule()])
-def test_a_step_has_idle_time_where_the_bubble_is_zero(schedule):
+def test_a_step_has_idle_time_even_if_the_bubble_is_zero(schedule):
     p, m, v = 4, 8, schedule.virtual_stages_per_rank
     timeline = simulate(schedule, p, m)
     assert timeline.bubble_fraction == 0
@@ -49,7 +49,7 @@ def test_unequal_stages():
     assert timeline.bubble_fraction == pytest.approx(1 - 24 / 39)
 
 
-def test_nothing_takes_time():
+def test_times_of_zero():
     timeline = simulate(GPipeSchedule(), 2, 2, StageTimes(0, 0, 0))
     assert timeline.bubble_fraction == timeline.idle_fraction == timeline.makespan == 0
 

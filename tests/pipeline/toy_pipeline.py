@@ -1,4 +1,4 @@
-"""A pipeline of matrix products whose gradients are known, and schedules of the simplest sort."""
+"""A pipeline of matrix products whose gradients are known, and simple schedules."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A copy of the scripts, in a repository of its own, on a machine made for the test."""
+"""A copy of the scripts in a repository of its own, on a simulated machine."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""scripts/environment.sh: when `.venv` is made, made again, added to, or left alone."""
+"""scripts/environment.sh: conditions to make, remake, extend or keep `.venv`."""
 
 import shutil
 
@@ -54,7 +54,7 @@ def test_refuses_without_mpi_until_it_is_there(machine):
 
 
 @pytest.mark.parametrize("state", ["empty", "begun", "no python", "killed pip", "lost MPI"])
-def test_makes_a_half_made_environment_again(machine, state):
+def test_remakes_an_incomplete_environment(machine, state):
     machine.add_python()
     machine.venv.mkdir()
     if state == "begun":

@@ -1,4 +1,4 @@
-"""scripts/train.sh and scripts/test.sh, with an interpreter that only writes down its calls."""
+"""scripts/train.sh and scripts/test.sh, with an interpreter that only records its calls."""
 
 import subprocess
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_train(machine, given, passed_on):
 
 
 class Suite:
-    """scripts/test.sh on a machine where each layer ends as told."""
+    """scripts/test.sh on a machine where each layer has a given end."""
 
     def __init__(self, machine):
         self.machine = machine
@@ -174,9 +174,9 @@ def test_gpu_tests(machine, version, extra, code):
     assert all(run.endswith("-rs -x") for run in runs)
 
 
-def test_gpu_tests_where_nothing_can_be_downloaded(machine):
-    told = '*" install "*) echo "$PIP_NO_INDEX $PIP_FIND_LINKS" >>"$CALLS" ;;'
-    machine.add_python(first_case=told)
+def test_gpu_tests_without_downloads(machine):
+    case = '*" install "*) echo "$PIP_NO_INDEX $PIP_FIND_LINKS" >>"$CALLS" ;;'
+    machine.add_python(first_case=case)
     script, folder = with_gpu(machine), machine.folder / "my wheels"
     folder.mkdir()
     assert machine.prepare("mpi").returncode == 0
@@ -194,11 +194,11 @@ def test_gpu_tests_where_nothing_can_be_downloaded(machine):
 
 
 @pytest.mark.parametrize("mpiexec", ["fits", "of another library", None])
-def test_gpu_tests_in_an_environment_that_is_there(machine, mpiexec):
+def test_gpu_tests_in_an_existing_environment(machine, mpiexec):
     """Nothing is installed, and no plugin is loaded but those that the tests need."""
-    told = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
-    told += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")
-    machine.add_python("their-python", first_case=told)
+    case = '*"-m pytest"*) echo "alone: $PYTEST_DISABLE_PLUGIN_AUTOLOAD" >>"$CALLS" ;;'
+    case += "\n*MPI.COMM_WORLD*) exit 1 ;;" * (mpiexec == "of another library")
+    machine.add_python("their-python", first_case=case)
     script = with_gpu(machine)
     if mpiexec is not None:
         machine.program(machine.bin / "mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')

@@ -19,7 +19,7 @@ Y = np.sin(X[:, :2])
 
 
 class Slow:
-    """The inputs, of which each batch takes a while."""
+    """Inputs whose batches take some time to read."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -62,7 +62,7 @@ def train(backend, folder, seconds, way=""):
 
 
 def build(folder):
-    """Be slow to begin, as one that reads much data: until FOLDER-go is there."""
+    """Wait until FOLDER-go exists, like a script that reads much data before it trains."""
     sys.stdout.write(f"training {os.getpid()}\n")
     sys.stdout.flush()
     while not Path(f"{folder}-go").exists():

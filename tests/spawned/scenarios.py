@@ -1,4 +1,4 @@
-"""What the processes of a spawned job do: ``python scenarios.py NAME``.
+"""Programs of the processes of a spawned job: ``python scenarios.py NAME``.
 
 Each rank of some hundred jobs imports this: what few scenarios need, they import themselves.
 """
@@ -25,7 +25,7 @@ SAMPLE = tuple(dtype for dtype in DTYPES if dtype.name in ("bool", "bfloat16", "
 
 
 def raising_rank_without_stderr():
-    """The descriptor is closed, as daemons do, and the next file that is opened would get it."""
+    """Close the descriptor, as daemons do; the next file that is opened would get its number."""
     backend = mpishard.init()
     if backend.rank == 1:
         os.close(2)
@@ -119,7 +119,7 @@ def conformance():
 
 
 def reduced_bits(backend):
-    """What all_reduce makes of numbers whose order shows, short and long, as one digest."""
+    """Return a digest of all-reduced numbers whose sum depends on the order, short and long."""
     from mpishard.testing.reductions import ADVERSARIAL_VALUES
 
     numbers = np.array(ADVERSARIAL_VALUES)
@@ -135,7 +135,7 @@ def reduced_bits(backend):
 
 
 def killed_rank_in_the_arena():
-    """Shared memory, and the step of a model in it, when a rank is killed."""
+    """Kill a rank in a step of a model in shared memory."""
     backend = mpishard.init()
     kept = backend.allocate_shared(10**6, np.float32)
     kept[backend.rank :: backend.world_size] = 1

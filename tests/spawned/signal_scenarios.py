@@ -1,6 +1,6 @@
-"""What processes of a job do that are stuck or sent signals: ``python signal_scenarios.py NAME``.
+"""Programs of processes that hang or receive signals: ``python signal_scenarios.py NAME``.
 
-A rank that says "ready" names its process, and is then as the test wants to find it.
+A rank that prints "ready" also prints its process id, and is then in the tested state.
 """
 
 import atexit
@@ -29,7 +29,7 @@ def say_ready():
 
 
 def say_ready_when_stuck():
-    """Say so, from another thread, once this one is in `stuck_in_mpi`."""
+    """Print "ready" from another thread when this one is in `stuck_in_mpi`."""
     me = threading.get_ident()
 
     def watch():
@@ -44,7 +44,7 @@ def say_ready_when_stuck():
 
 
 def stuck_in_mpi():
-    """A call that returns when somebody sends to this rank, and that makes no step of Python."""
+    """Wait in one call of C until another rank sends to this one."""
     from mpi4py import MPI
 
     MPI.COMM_WORLD.recv(tag=1)
@@ -111,7 +111,7 @@ def sleeps():
 
 
 def goes_on_when_asked():
-    """Rank 1 is stuck until the file appears; a pool that ends its own processes ends no rank."""
+    """Rank 1 hangs until the file appears. A pool that ends its own processes ends no rank."""
     from mpi4py import MPI
 
     backend = mpishard.init()
@@ -185,7 +185,7 @@ def enters_again():
 
 
 def starts_a_helper():
-    """It has the rank's variables and connection to the launcher, imports mpishard, and fails."""
+    """Start a process with the rank's variables and its connection to the launcher; it fails."""
     backend = mpishard.init()
     if RANK == 0:
         fails = [sys.executable, "-c", "import mpishard; raise ValueError('a helper')"]
@@ -202,7 +202,7 @@ def finishes_later_on_rank_1():
 
 
 def does_not_end():
-    """Rank 1 has left its world, or not, and its process does not end: ``where`` it is stuck."""
+    """Keep the process of rank 1 from ending: ``where`` it hangs, after or before it leaves."""
     where, leaves = sys.argv[2:]
     backend = mpishard.init()
     backend.barrier()
@@ -220,7 +220,7 @@ def does_not_end():
 
 
 class NeverDeleted:
-    """An object that waits in its finalizer, as one may for a lock of a thread that is gone."""
+    """An object whose finalizer waits for ever, as for a lock of a thread that has ended."""
 
     def __del__(self):
         time.sleep(LONG)
@@ -230,7 +230,7 @@ kept = []
 
 
 def works_on_after_mpi():
-    """MPI is the script's own, and mpi4py ends it after Python itself has ended."""
+    """The script has initialised MPI, and mpi4py finalizes it after Python has ended."""
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
@@ -240,7 +240,7 @@ def works_on_after_mpi():
 
 
 def forks():
-    """Of three children of rank 0 one ends, one raises and one would be a rank; none is missed."""
+    """Fork three children of rank 0: one ends, one raises, and one tries to be a rank."""
     backend = mpishard.init()
     half = backend.split(0)
     backend.barrier()

@@ -1,4 +1,4 @@
-"""What the ranks of tests/spawned/test_survivors.py do; it imports this file, too.
+"""Programs of the ranks of tests/spawned/test_survivors.py, which imports this file, too.
 
 ``python survivor_scenarios.py NAME ...`` is one rank of a job. What few scenarios need, they import
 themselves: a rank that only communicates then starts in half the time.
@@ -22,7 +22,7 @@ STEPS, EVERY = 12, 3
 
 
 class Rows:
-    """Rows of a data set; the batch number ``at``, from 1, sets off a fault. Counts them."""
+    """Rows of a data set. It counts batches; number ``at``, from 1, causes a fault."""
 
     def __init__(self, rows, at=0, fault=None):
         self.rows, self.at, self.fault, self.read = rows, at, fault, 0
@@ -104,7 +104,7 @@ def training(folder, *plan):
     """``plan`` is RANK:BATCH:COLLECTIVE of ranks to kill there; 0 for one that raises.
 
     RANK:save:NUMBER of a rank to kill in an asynchronous save; RANK:BATCH:notice of one that is
-    told to make room.
+    preempted.
     """
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     x = Rows(samples())
@@ -133,7 +133,7 @@ def training(folder, *plan):
 
 
 def every_call(*_):
-    """Rank 1 is killed while the others are in all sorts of calls; then every world refuses."""
+    """Rank 1 is killed while the others are in several kinds of calls; then every world raises."""
     import pytest
 
     backend = ms.init(on_failure="shrink")
@@ -153,38 +153,38 @@ def every_call(*_):
         with pytest.raises(PeerError, match="rank 1 of 3 is gone") as caught:
             call()
         assert caught.value.rank == 1
-    told = Path(os.environ["TMPDIR"], "told")
+    noticed = Path(os.environ["TMPDIR"], "noticed")
     if backend.rank == 0:
-        told.touch()
+        noticed.touch()
     deadline = time.monotonic() + 20
-    while not told.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)  # else rank 0 would hear of it from rank 2
-    assert told.exists()
-    heir = backend.shrink()
-    assert (heir.rank, heir.world_size) == (backend.rank // 2, 2)
-    assert ms.init() is heir
+    while not noticed.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # else rank 0 would learn of it from rank 2
+    assert noticed.exists()
+    survivor = backend.shrink()
+    assert (survivor.rank, survivor.world_size) == (backend.rank // 2, 2)
+    assert ms.init() is survivor
     for old in (backend, pair):
         with pytest.raises(NotInitializedError, match="has lost ranks and has ended"):
             old.barrier()
     if shared is not None:
-        shared[:] = heir.rank  # is still there
-    assert heir.all_gather(np.arange(heir.rank + 1)).tolist() == [0, 0, 1]
-    assert heir.split(0).all_reduce(np.ones(50_000))[-1] == 2
-    print("came to its end on", heir.rank, flush=True)
+        shared[:] = survivor.rank  # is still there
+    assert survivor.all_gather(np.arange(survivor.rank + 1)).tolist() == [0, 0, 1]
+    assert survivor.split(0).all_reduce(np.ones(50_000))[-1] == 2
+    print("finished on", survivor.rank, flush=True)
 
 
 def go_on(backend):
-    """Go on with those that are left, whenever a rank is found lost."""
+    """Continue with the remaining ranks whenever a rank is lost."""
     try:
         backend.barrier()
     except PeerError:
         backend = backend.shrink()
     backend.barrier()
-    print("came to its end in a world of", backend.world_size, flush=True)
+    print("finished in a world of", backend.world_size, flush=True)
 
 
 def among_messages(*_):
-    """Of two ranks that swap messages, one is killed while the other waits for its first."""
+    """Two ranks exchange messages; one is killed while the other waits for its first."""
     import pytest
 
     backend = ms.init(on_failure="shrink")
@@ -195,11 +195,11 @@ def among_messages(*_):
     with pytest.raises(PeerError, match="rank 1 of 2 is gone"):
         backend.all_reduce(np.ones(500_000))
     assert backend.shrink().all_reduce(np.ones(500_000))[0] == 1
-    print("came to its end", flush=True)
+    print("finished", flush=True)
 
 
 def lost_in_shrink(*_):
-    """Rank 1 is lost; rank 3 is lost while the others make the world of those that are left."""
+    """Rank 1 is lost; then rank 3 is lost while the others make the smaller world."""
     backend = ms.init(on_failure="shrink")
     if backend.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -210,7 +210,7 @@ def lost_in_shrink(*_):
 
 
 def uncaught(*_):
-    """Nobody takes care of it: the job ends, with a code."""
+    """Catch nothing: the job ends with a code."""
     backend = ms.init(on_failure="shrink")
     if backend.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -218,7 +218,7 @@ def uncaught(*_):
 
 
 def unasked(*_):
-    """A script that may go on without a rank, and does not ask for it."""
+    """Run without on_failure="shrink" under a launcher that allows it."""
     backend = ms.init()
     backend.barrier()
     if backend.rank == 1:
@@ -227,7 +227,7 @@ def unasked(*_):
 
 
 def exits(*_):
-    """MPI tells nobody of a rank that exits with a code."""
+    """Exit with a code, which MPI reports to no other rank."""
     backend = ms.init(on_failure="shrink")
     if backend.rank == 1:
         os._exit(3)
@@ -235,7 +235,7 @@ def exits(*_):
 
 
 def leaves(*_):
-    """Rank 1 comes to its end before the others, who go on without it."""
+    """Rank 1 ends before the others, which continue without it."""
     backend = ms.init(on_failure="shrink")
     if backend.rank == 1:
         sys.exit(0)
@@ -243,7 +243,7 @@ def leaves(*_):
 
 
 def sums_by_nccl(*_):
-    """Rank 1 is killed when all are in NCCL, which would wait for it for ever."""
+    """Kill rank 1 when all are in NCCL, which would wait for it for ever."""
     from cupy_stand_in import installed
 
     with installed(device_count=3) as cupy:
@@ -259,16 +259,16 @@ def sums_by_nccl(*_):
         try:
             work.wait()
         except PeerError as error:
-            heir = world.shrink()
+            survivor = world.shrink()
             nccl.hangs = False
-            total = heir.all_reduce(cupy.ones(20_000))
+            total = survivor.all_reduce(cupy.ones(20_000))
             aborted = sum(call[0] == "abort" for call in nccl.calls)
-            print(f"lost {error.rank}, aborted {aborted}, {type(heir).__name__}: {total[0]}")
-            heir.shutdown()
+            print(f"lost {error.rank}, aborted {aborted}, {type(survivor).__name__}: {total[0]}")
+            survivor.shutdown()
 
 
 def sleeps(*_):
-    """A rank that sleeps is not lost: the job ends of it, as ever."""
+    """A rank that sleeps is not lost: the time limit ends the job."""
     backend = ms.init(on_failure="shrink")
     if backend.rank == 1:
         time.sleep(60)

@@ -1,4 +1,4 @@
-"""Jobs under mpiexec that fail: each ends by itself, soon, with a code, and names the rank."""
+"""Jobs under mpiexec that fail: each ends soon, with an exit code, and names the rank."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ class Ended:
 
 
 def job(scenario, ranks=2, *, first_on_path=(), shell="", by_run=False, **extra):
-    """Run a scenario, under mpiexec unless ``ranks`` is 0, and say how it ended."""
+    """Run a scenario, under mpiexec unless ``ranks`` is 0; return its end."""
     launcher = [] if ranks == 0 else [MPIEXEC, "-n", str(ranks)]
     command = [sys.executable, str(SCENARIOS), *scenario.split()]
     if by_run:
@@ -63,14 +63,14 @@ def job(scenario, ranks=2, *, first_on_path=(), shell="", by_run=False, **extra)
 
 
 @needs_mpi
-def test_what_was_printed_before_is_not_lost():
+def test_output_before_a_failure_is_not_lost():
     ended = job("raising_rank")
     assert "before the failure on rank 1" in ended.out, ended
 
 
 @needs_mpi
 @pytest.mark.parametrize("by_run", [False, True])
-def test_a_rank_without_stderr_is_reported_too(by_run):
+def test_a_failure_of_a_rank_without_stderr_is_reported(by_run):
     ended = job("raising_rank_without_stderr", by_run=by_run)
     assert ended.code == 1, ended
     said = ended.err if by_run else ended.out
@@ -87,7 +87,7 @@ def test_a_rank_that_left_can_be_survived():
 
 @needs_mpi
 @pytest.mark.parametrize("scenario", ["exit_3_everywhere", "exit_3_in_with"])
-def test_exit_codes_of_ones_own_are_kept(scenario):
+def test_exit_codes_of_the_script_are_kept(scenario):
     ended = job(scenario)
     assert ended.code == 3, ended
     assert "mpishard" not in ended.err, ended
@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_in_a_pipeline_ends_the_job():
 
 @needs_mpi
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
-def test_a_killed_job_leaves_no_shared_memory_of_ours():
+def test_a_killed_job_leaves_no_shared_memory_of_mpishard():
     before = set(Path("/dev/shm").iterdir())
     ended = job("killed_rank_in_the_arena")
     assert ended.code != 0, ended
@@ -139,7 +139,7 @@ def test_a_killed_job_leaves_no_shared_memory_of_ours():
 
 @needs_mpi
 @pytest.mark.parametrize("scenario", ["killed_rank", "quits_rank"])
-def test_where_the_launcher_lets_them_survivors_name_the_rank_that_is_gone(scenario):
+def test_survivors_name_the_dead_rank_if_the_launcher_spares_them(scenario):
     """Slurm does by default. Here the launcher starts shells, and does not see who is gone.
 
     Known: hydra, MPICH's mpiexec, kills the others within milliseconds of a rank that is gone
@@ -161,7 +161,7 @@ def test_where_the_launcher_lets_them_survivors_name_the_rank_that_is_gone(scena
      ("hang_in_receive", "for a message with tag 5 from rank 1",
       "call a collective and exchange messages in different orders")],
 )  # fmt: skip
-def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
+def test_the_wait_for_a_rank_that_never_comes_is_limited(scenario, waits, says):
     ended = job(scenario, 2, MPISHARD_TIMEOUT="2", MPISHARD_WARN_AFTER="1")
     assert ended.code == 124, ended
     assert 2 < ended.seconds < 10, ended
@@ -227,14 +227,14 @@ def test_messages_outlive_their_sender():
 
 
 @needs_mpi
-def test_messages_that_nobody_takes_hold_nothing_up():
+def test_messages_that_nobody_receives_delay_nothing():
     ended = job("messages_nobody_takes")
     assert ended.code == 0, ended
     assert ended.seconds < 10, ended
 
 
 @needs_mpi
-def test_groups_are_given_back():
+def test_communicators_of_groups_are_freed():
     """An MPI library has a few thousand communicators; meshes come and go in one process."""
     ended = job("many_groups")
     assert ended.code == 0, ended
@@ -268,7 +268,7 @@ WITHOUT_DEV_SHM = (
     ],
     ids=["absent", "tiny", "read-only"],
 )
-def test_shared_memory_that_is_short_is_named_before_mpi_dies_of_it(memory, words):
+def test_too_little_shared_memory_is_named_before_mpi_crashes(memory, words):
     if run_quietly("unshare", "-m", "true"):
         pytest.skip("needs root")
     launch = shlex.join([MPIEXEC, "-n", "2", sys.executable, str(SCENARIOS), "just_init"])
@@ -293,7 +293,7 @@ def run_quietly(*command):
 
 
 @needs_mpi
-def test_too_few_files_are_named_before_mpi_dies_of_it():
+def test_too_few_open_files_are_named_before_mpi_crashes():
     ranks = f"ulimit -n 20; exec {shlex.join([sys.executable, str(SCENARIOS), 'just_init'])}"
     ended = subprocess.run(
         [MPIEXEC, "-n", "2", "sh", "-c", ranks],
@@ -318,7 +318,7 @@ def no_mpi4py(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_launched_without_mpi4py_is_an_error_that_names_the_mend(name, no_mpi4py):
+def test_a_launcher_without_mpi4py_is_an_error_that_names_the_fix(name, no_mpi4py):
     ended = job("just_init", 0, first_on_path=[str(no_mpi4py)], **{name: "2"})
     assert ended.code == 1, ended
     assert "MPIUnavailableError" in ended.err, ended
@@ -336,7 +336,7 @@ def test_a_launcher_of_another_mpi_is_an_error_that_names_both(name):
     assert "mpishard run" in ended.err, ended
 
 
-def test_mpi_asked_for_and_not_launched():
+def test_mpi_without_a_launcher_is_refused():
     ended = job("just_init mpi", 0)
     assert ended.code == 1, ended
     assert "no MPI launcher started this process" in ended.err, ended

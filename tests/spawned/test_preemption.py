@@ -1,4 +1,4 @@
-"""Jobs that are told to make room: they save, leave with 75, and go on as if nothing had been."""
+"""Preempted jobs: they save, end with code 75, and resume to the same bits."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def start(command, *arguments):
 
 
 def saved_step(ended, folder):
-    """After which step a job says that it was preempted; it has saved then."""
+    """Return the step after which a job reports that it was preempted and has saved."""
     assert ended.code == settings.EXIT_PREEMPTED == 75, ended
     found = re.findall(r"mpishard: preempted after step (\d+) of 60; saved in (\S+);", ended.err)
     assert len(found) == 1, ended
@@ -36,7 +36,7 @@ def saved_step(ended, folder):
     return int(step)
 
 
-def test_a_signal_to_one_rank_is_heard_by_all(tmp_path):
+def test_a_signal_to_one_rank_preempts_all(tmp_path):
     folder = tmp_path / "run"
     with start(BY_MPIEXEC, folder, 0.1, "catches") as job:
         os.kill(job.ranks()[1], signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_a_signal_to_one_rank_is_heard_by_all(tmp_path):
     assert f"caught after step {step}: code 75" in ended.out, ended
 
 
-def test_an_order_before_the_loop_is_kept_for_its_first_step(tmp_path):
+def test_a_signal_before_the_loop_is_kept_for_its_first_step(tmp_path):
     folder = tmp_path / "run"
     with start(BY_RUN, folder, 0, "builds") as job:
         job.ranks()
@@ -56,7 +56,7 @@ def test_an_order_before_the_loop_is_kept_for_its_first_step(tmp_path):
     assert saved_step(ended, folder) == 1
 
 
-def test_an_order_that_no_loop_heeds_is_told_of_at_the_end(tmp_path):
+def test_a_signal_that_no_loop_obeys_is_reported_at_the_end(tmp_path):
     with start(BY_RUN, tmp_path / "run", 0, "builds only") as job:
         os.kill(job.ranks()[1], signal.SIGUSR1)
         (tmp_path / "run-go").touch()

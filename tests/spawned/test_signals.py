@@ -1,4 +1,4 @@
-"""Jobs that are stuck where polling sees nothing, or that are sent signals: each ends, or goes on.
+"""Jobs that hang outside of Python or receive signals: each ends, or continues.
 
 With the interpreter of an environment that has Open MPI these are tests of Open MPI.
 """
@@ -59,7 +59,7 @@ def test_an_exception_in_a_thread_before_init_ends_the_job():
     assert "ValueError: cannot reshape" in ended.err, ended
 
 
-def test_after_shutdown_an_exception_is_the_rank_s_own():
+def test_an_exception_after_shutdown_is_reported_by_python_alone():
     ended = run("raises_after_shutdown")
     assert "ValueError: boom after shutdown" in ended.err, ended
     assert "mpishard: rank" not in ended.err, ended
@@ -126,7 +126,7 @@ def test_init_that_was_interrupted_on_one_rank_can_be_called_again():
     assert ended.out.count("went on") == 2, ended
 
 
-def test_what_a_rank_starts_fails_for_itself():
+def test_a_failure_of_a_helper_process_does_not_end_the_job():
     ended = run("starts_a_helper")
     assert ended.code == 0, ended
     assert ended.out.count("went on") == 2, ended
@@ -135,7 +135,7 @@ def test_what_a_rank_starts_fails_for_itself():
 
 
 @pytest.mark.timeout(60)
-def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
+def test_a_finished_rank_reports_once_for_whom_it_waits():
     ended = run("finishes_later_on_rank_1", MPISHARD_WARN_AFTER="0.3", MPISHARD_TIMEOUT="1")
     assert ended.code == 0, ended
     assert ended.err.count("has finished") == 1, ended
@@ -159,7 +159,7 @@ def test_a_setting_that_differs_between_ranks_is_named_on_all(given, words):
 
 
 @pytest.mark.parametrize("given", ["MPISHARD_ARENA=AUTO", "MPISHARD_NUMBA=auto"])
-def test_settings_of_one_meaning_do_not_differ(given):
+def test_equal_settings_do_not_differ(given):
     ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended
     assert "differ" not in ended.out + ended.err, ended
@@ -169,7 +169,7 @@ def test_settings_of_one_meaning_do_not_differ(given):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("leaves", ["end", "shutdown"])
 @pytest.mark.parametrize("where", ["script", "thread", "atexit", "finalization"])
-def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
+def test_the_wait_for_a_rank_that_does_not_end_is_limited(where, leaves):
     limits = {"MPISHARD_TIMEOUT": "1", "MPISHARD_WARN_AFTER": "1", "MPISHARD_EXIT_TIMEOUT": "2"}
     ended = run(f"does_not_end {where} {leaves}", **limits)
     if where == "finalization":  # of Python, whose threads have ended
@@ -189,7 +189,7 @@ def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
 
 
 @pytest.mark.timeout(60)
-def test_mpi_that_ends_after_python_is_waited_for_so_long():
+def test_the_wait_for_an_mpi_that_ends_after_python_is_limited():
     ended = run("works_on_after_mpi", MPISHARD_EXIT_TIMEOUT="1")
     assert ended.code not in (0, None), ended
 

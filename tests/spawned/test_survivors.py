@@ -83,7 +83,7 @@ def ends_of(folder):
     return {int(p.stem.removeprefix("end-")): np.load(p) for p in folder.glob("end-*.npy")}
 
 
-def test_two_losses_in_a_row_end_where_those_that_are_left_would_from_the_checkpoints(tmp_path):
+def test_two_losses_in_a_row_give_the_result_of_training_from_the_checkpoints(tmp_path):
     """Rank 2 of 4 is killed in step 5, 0 raises in step 8; there are checkpoints of 3 and 6."""
     code, out, error = job(4, "training", str(tmp_path), "2:5:3", "0:10:0")
     assert code == 0, error
@@ -105,7 +105,7 @@ def test_two_losses_in_a_row_end_where_those_that_are_left_would_from_the_checkp
 
 
 def test_a_loss_while_a_save_is_written(tmp_path):
-    """Rank 2 of 4 is killed as it writes step 6; the others go on from step 3."""
+    """Rank 2 of 4 is killed while it writes step 6; the others continue from step 3."""
     code, out, error = job(4, "training", str(tmp_path), "2:save:2")
     assert code == 0, error
     assert "rank 3 was [(3, 4), (2, 3)]" in out
@@ -120,8 +120,8 @@ def test_a_loss_while_a_save_is_written(tmp_path):
 
 
 @only_full
-def test_those_that_are_left_make_room_when_they_are_told_to(tmp_path):
-    """Rank 2 of 4 is killed in step 5; then rank 1 is told to make room, in step 8 or so."""
+def test_survivors_can_be_preempted(tmp_path):
+    """Rank 2 of 4 is killed in step 5; then rank 1 is preempted, in step 8 or so."""
     code, _, error = job(4, "training", str(tmp_path), "2:5:3", "1:10:notice")
     assert code == 75, error
     assert re.search(r"rank 2 \(process \d+.*the others continued without it", error), error
@@ -135,27 +135,27 @@ def test_those_that_are_left_make_room_when_they_are_told_to(tmp_path):
 def test_every_call_raises_and_names_the_rank():
     code, out, error = job(3, "every_call")
     assert code == 0, error
-    assert out.count("came to its end") == 2
+    assert out.count("finished") == 2
 
 
 @only_full
 def test_every_call_raises_where_no_memory_is_shared():
     code, out, error = job(3, "every_call", MPISHARD_ARENA="off")
     assert code == 0, error
-    assert out.count("came to its end") == 2
+    assert out.count("finished") == 2
 
 
 def test_a_loss_while_a_rank_waits_for_messages():
     code, out, error = job(2, "among_messages", MPISHARD_ARENA="off")
     assert code == 0, error
-    assert out.count("came to its end") == 1
+    assert out.count("finished") == 1
 
 
 @only_full
 def test_a_loss_while_the_others_shrink():
     code, out, error = job(4, "lost_in_shrink")
     assert code == 0, error
-    assert out.count("came to its end in a world of 2") == 2
+    assert out.count("finished in a world of 2") == 2
 
 
 def test_a_loss_while_nccl_moves_data():
@@ -170,17 +170,17 @@ def test_a_loss_while_nccl_moves_data():
 def test_a_rank_that_left_is_not_waited_for():
     code, out, error = job(3, "leaves")
     assert code == 0, error
-    assert out.count("came to its end in a world of 2") == 2
+    assert out.count("finished in a world of 2") == 2
 
 
-def test_a_loss_that_nobody_takes_care_of_ends_the_job():
+def test_a_loss_without_a_handler_ends_the_job():
     code, _, error = job(3, "uncaught")
     assert code == 137, error
     # Of the survivors' reports the launcher may lose what they wrote last.
     assert re.search(r"rank 1 \(process \d+.*\) was killed by signal 9 \(SIGKILL", error), error
 
 
-def test_a_script_that_does_not_ask_ends_and_the_killed_rank_is_named():
+def test_a_script_without_shrink_ends_and_the_killed_rank_is_named():
     code, _, error = job(4, "unasked")
     assert code == 137, error
     assert "the process of rank 1 of 4 is gone" in error

@@ -1,4 +1,4 @@
-"""A rank's part of a whole array, written anew: what split layers take and give."""
+"""A rank's part of a whole array, by an independent formula, for split layers."""
 
 from contextlib import contextmanager
 

@@ -32,7 +32,7 @@ def whole_chain(width, heads, groups, causal):
     return Sequential({"qkv": qkv, "core": core, "projection": Linear(width, width)})
 
 
-def held(whole, layer, name):
+def own_part(whole, layer, name):
     boxes = layer.boxes(name)
     return np.concatenate([whole[tuple(slice(*range_) for range_ in box)] for box in boxes])
 
@@ -55,7 +55,7 @@ def test_it_is_the_formula_and_trains_like_one_rank(backend, causal, shared):
     x, dy = generator.standard_normal((2, 2, 5, 2 * heads))
     children = layer.children
     own = {
-        name: held(value, children[name.split(".")[0]], name.split(".")[1])
+        name: own_part(value, children[name.split(".")[0]], name.split(".")[1])
         for name, value in values.items()
     }
     results = []
@@ -73,7 +73,7 @@ def test_it_is_the_formula_and_trains_like_one_rank(backend, causal, shared):
     np.testing.assert_allclose(own_y, y, rtol=0, atol=1e-12)
     np.testing.assert_allclose(own_dx, dx, rtol=0, atol=1e-12)
     for name, gradient in gradients.items():
-        part = held(gradient, children[name.split(".")[0]], name.split(".")[1])
+        part = own_part(gradient, children[name.split(".")[0]], name.split(".")[1])
         np.testing.assert_allclose(own_gradients[name], part, rtol=0, atol=1e-12, err_msg=name)
     if backend.world_size > 1:
         assert children["core"].heads == heads // backend.world_size
@@ -107,7 +107,7 @@ def test_paged_attention_reads_sequences_of_different_lengths(backend):
         backend, 2 * heads, heads, num_kv_heads=groups, block_count=5, block_size=2
     )
     children = paged.layer.children
-    own = {n: held(v, children[n.split(".")[0]], n.split(".")[1]) for n, v in values.items()}
+    own = {n: own_part(v, children[n.split(".")[0]], n.split(".")[1]) for n, v in values.items()}
     _, p = views(paged.layer, own)
     x = generator.standard_normal((2, 5, 2 * heads))
     expected, _ = whole.forward(views(whole, values)[1], x, Context(training=False))

@@ -53,14 +53,14 @@ def test_it_trains_like_a_block_on_one_rank(backend, activation, causal):
 
 
 @in_worlds(2)
-def test_what_makes_no_block_is_refused(backend):
+def test_invalid_arguments_of_a_block_are_refused(backend):
     with pytest.raises(TypeError, match=r"activation\(\) must be a layer, .* got int"):
         TensorParallelTransformerBlock(backend, 8, 2, 16, int)
     with pytest.raises(ValueError, match="TensorParallelTransformerBlock splits its heads evenly"):
         TensorParallelTransformerBlock(backend, 9, 3, 16)
     with pytest.raises(ValueError, match="ffn_dim=0"):
         TensorParallelTransformerBlock(backend, 8, 2, 0)
-    with pytest.raises(ValueError, match="cannot be dealt to 2 ranks"):
+    with pytest.raises(ValueError, match="cannot be divided among 2 ranks"):
         TensorParallelTransformerBlock(backend, 8, 2, 1)
     block = TensorParallelTransformerBlock(backend, 8, 2, 16)
     with pytest.raises(ValueError, match=r"shape \(batch, time, 8\), got samples of shape \(8,\)"):

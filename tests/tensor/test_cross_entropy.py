@@ -1,4 +1,4 @@
-"""Losses of split predictions are the whole prediction's, bit by bit the same on all ranks."""
+"""Losses of split predictions equal those of whole ones, with the same bits on all ranks."""
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_single_precision(backend):
 
 
 @in_worlds(2)
-def test_nothing_counts(backend):
+def test_sums_and_gradients_are_zero_if_no_target_counts(backend):
     loss = VocabularyParallelCrossEntropy(backend, nn.CrossEntropy(), 7)
     target = np.full(3, -1)
     own = columns_of(backend, 7)(np.ones((3, 7))).copy()
@@ -118,7 +118,7 @@ def test_any_other_loss(backend, whole, shape):
 
 
 @in_worlds(2)
-def test_a_loss_derived_from_cross_entropy_is_not_taken_for_it(backend):
+def test_a_subclass_of_cross_entropy_gets_whole_predictions(backend):
     class Doubled(nn.CrossEntropy):
         def forward(self, prediction, target, training=True):
             total, weight, saved = super().forward(prediction, target, training)
@@ -152,7 +152,7 @@ def test_refusals(backend):
         loss.check_target((3, 4), np.array([0, 1, -1]))
     with pytest.raises(ValueError, match="logits have shape"):
         loss.forward(np.zeros((3, 7)), np.zeros(3, int))
-    with pytest.raises(ValueError, match="1 runs of 1 elements cannot be dealt to 2 ranks"):
+    with pytest.raises(ValueError, match="1 runs of 1 elements cannot be divided among 2 ranks"):
         VocabularyParallelCrossEntropy(backend, nn.CrossEntropy(), 1)
     with pytest.raises(TypeError, match="MSE"):
         VocabularyParallelCrossEntropy(backend, nn.MSE(), 7)
@@ -164,7 +164,7 @@ def test_refusals(backend):
 
 @pytest.mark.parametrize("number", [1, 2])
 @in_worlds(2)
-def test_a_forgotten_reduction_is_seen(backend, number, forgetting):
+def test_a_missing_reduction_is_detected(backend, number, forgetting):
     loss = VocabularyParallelCrossEntropy(backend, nn.CrossEntropy(), 7)
     prediction, target = logits_and_targets((6, 7), -1)
     own = columns_of(backend, 7)(prediction).copy()

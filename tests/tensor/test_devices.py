@@ -1,4 +1,4 @@
-"""Split layers and losses on a GPU, or on its stand-in, do what they do on the host."""
+"""Split layers and losses compute the same on the host and on a GPU or its stand-in."""
 
 import numpy as np
 import pytest

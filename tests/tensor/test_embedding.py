@@ -1,4 +1,4 @@
-"""A table whose rows are dealt to the ranks gives what the whole table gives."""
+"""An embedding whose rows are split over the ranks equals the whole embedding."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_bytes(backend, sequence_parallel, sent_by_all):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @in_worlds(2)
-def test_a_forgotten_reduction_is_seen(backend, sequence_parallel, forgetting, time_slice):
+def test_a_missing_reduction_is_detected(backend, sequence_parallel, forgetting, time_slice):
     layer = VocabularyParallelEmbedding(backend, 7, 5, sequence_parallel=sequence_parallel)
     take = time_slice(backend) if sequence_parallel else np.copy
     with forgetting(backend), pytest.raises(AssertionError, match="output is off"):
@@ -70,7 +70,7 @@ def test_refusals(backend):
         layer.check_input(np.zeros((1, 2)))
     with pytest.raises(ValueError, match=r"T = 5 positions into 2 equal slices"):
         layer.output_shape((5,))
-    with pytest.raises(ValueError, match="1 runs of 1 elements cannot be dealt to 2 ranks"):
+    with pytest.raises(ValueError, match="1 runs of 1 elements cannot be divided among 2 ranks"):
         VocabularyParallelEmbedding(backend, 1, 5)
     with pytest.raises(TypeError, match="NoneType"):
         VocabularyParallelEmbedding(None, 7, 5)

@@ -53,7 +53,7 @@ def test_all_ranks_draw_what_one_process_draws(backend, slide):
 
 
 @in_worlds(2)
-def test_logits_of_pieces_are_those_of_the_whole(backend):
+def test_logits_of_a_sequence_read_in_pieces_are_those_of_the_whole(backend):
     model = perturbed_gpt()
     chain, p = own_part(model, backend)
     tokens = np.random.default_rng(1).integers(0, 11, (2, 8))

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers are the whole layer's parts, and send what they say."""
+"""Column- and row-parallel linear layers: results, gradients and the bytes of their docstrings."""
 
 from __future__ import annotations
 
@@ -169,7 +169,9 @@ def test_bytes_of_rows(backend, sequence_parallel, sent_by_all):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @in_worlds(2)
-def test_a_forgotten_reduction_is_seen(backend, sequence_parallel, forgetting, columns, time_slice):
+def test_a_missing_reduction_is_detected(
+    backend, sequence_parallel, forgetting, columns, time_slice
+):
     column = ColumnParallelLinear(backend, 5, 7, sequence_parallel=sequence_parallel)
     row = RowParallelLinear(backend, 7, 5, sequence_parallel=sequence_parallel)
     slices = time_slice(backend) if sequence_parallel else np.copy
@@ -186,7 +188,7 @@ def test_a_forgotten_reduction_is_seen(backend, sequence_parallel, forgetting, c
 
 
 @in_worlds(1, 3)
-def test_the_input_gradient_travels_while_the_weights_is_computed(backend):
+def test_the_sum_of_the_input_gradient_overlaps_the_weight_product(backend):
     """The all-reduce is issued before the weight's gradient is asked for, and waited for after."""
     events = []
     layer = ColumnParallelLinear(backend, 5, 7)
@@ -219,7 +221,7 @@ def test_the_input_gradient_travels_while_the_weights_is_computed(backend):
 
 @pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear])
 @in_worlds(1, 3)
-def test_weights_that_are_set(backend, make):
+def test_initial_values_from_full_weights(backend, make):
     layer, weight, bias = make(backend, 6, 9), draw(9, 6), draw(9)
     before = {name: spec.initializer for name, spec in layer.parameters.items()}
     copy = layer.copy()
@@ -269,9 +271,9 @@ def test_refusals(backend):
         slices = make(backend, 6, 9, sequence_parallel=True)
         with pytest.raises(ValueError, match="needs samples of shape \\(time"):
             slices.output_shape((6 if make is ColumnParallelLinear else 2,))
-    with pytest.raises(ValueError, match="2 runs of 4 elements cannot be dealt to 3 ranks"):
+    with pytest.raises(ValueError, match="2 runs of 4 elements cannot be divided among 3 ranks"):
         ColumnParallelLinear(backend, 6, 24, parts=3, multiple=4)
-    with pytest.raises(ValueError, match="2 runs of 1 elements cannot be dealt to 3 ranks"):
+    with pytest.raises(ValueError, match="2 runs of 1 elements cannot be divided among 3 ranks"):
         RowParallelLinear(backend, 2, 9)
     with pytest.raises(ValueError, match="10 elements do not make 3 equal parts of runs of 1"):
         ColumnParallelLinear(backend, 6, 10, parts=3)
@@ -282,7 +284,7 @@ def test_refusals(backend):
 
 
 @in_worlds(3)
-def test_what_reports_speak_of(backend):
+def test_local_sizes_and_flops(backend):
     column = ColumnParallelLinear(backend, 6, 24, parts=3, multiple=2)
     heads = (2, 1, 1)[backend.rank]
     assert column.local_output_size == 6 * heads

@@ -275,7 +275,7 @@ def slice_of(x, backend):
     return np.ascontiguousarray(x[:, backend.rank * length : (backend.rank + 1) * length])
 
 
-def held(whole, boxes):
+def own_part(whole, boxes):
     return np.concatenate([whole[tuple(slice(*range_) for range_ in box)] for box in boxes])
 
 
@@ -294,7 +294,7 @@ def check_against_whole(backend, chain, x, partition, *, sequence, starts, ends,
 
     part = nn.Sequential(partition.layers)
     own = {
-        name: held(value, partition.boxes[name]) if name in partition.boxes else value
+        name: own_part(value, partition.boxes[name]) if name in partition.boxes else value
         for name, value in values.items()
     }
     own_x = slice_of(x, backend) if is_sliced else x.copy()
@@ -309,7 +309,9 @@ def check_against_whole(backend, chain, x, partition, *, sequence, starts, ends,
         )
     assert own_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        expected = held(gradient, partition.boxes[name]) if name in partition.boxes else gradient
+        expected = (
+            own_part(gradient, partition.boxes[name]) if name in partition.boxes else gradient
+        )
         np.testing.assert_allclose(own_gradients[name], expected, rtol=0, atol=1e-12, err_msg=name)
     check_cover(backend, gradients, partition.boxes)
 
@@ -329,7 +331,7 @@ def check_cover(backend, arrays, boxes):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @in_worlds(2, 3, 4)
-def test_parts_compute_what_the_whole_does(backend, name, sequence, is_all):
+def test_split_chains_compute_what_the_whole_does(backend, name, sequence, is_all):
     """The chain is the model, or stands between other layers of it."""
     case = CASES[name]
     chain = case.make()
@@ -393,7 +395,7 @@ def test_a_pipeline_stage_is_split_as_in_the_whole_model(backend):
 
 
 @in_worlds(2)
-def test_the_log_says_what_was_done_with_each_layer_and_why(backend):
+def test_the_log_has_each_layers_decision_and_reason(backend):
     chain = GPT(
         vocabulary_size=13, context_length=TIME, width=6, heads=3, layers=1, dropout=0.1
     ).chain
@@ -425,7 +427,7 @@ head: Linear 6 -> 13 split by rows, {rows} here; its output stays split for the 
 
 
 @in_worlds(4)
-def test_what_cannot_be_dealt_stays_whole_and_the_log_has_the_numbers(backend):
+def test_layers_with_too_few_outputs_stay_whole_and_the_log_has_the_numbers(backend):
     chain = nn.Sequential(
         {
             "embedding": nn.Embedding(3, 8),
@@ -440,11 +442,14 @@ def test_what_cannot_be_dealt_stays_whole_and_the_log_has_the_numbers(backend):
     )
     partition = partition_chain(chain.children, backend, split_output=True)
     log = dict(line.split(": ", 1) for line in partition.log)
-    assert log["embedding"] == "Embedding on every rank: 3 rows cannot be dealt to 4 ranks"
-    assert log["attend.core"] == "CausalAttention on every rank: 2 heads cannot be dealt to 4 ranks"
+    assert log["embedding"] == "Embedding on every rank: 3 rows cannot be divided among 4 ranks"
+    assert (
+        log["attend.core"]
+        == "CausalAttention on every rank: 2 heads cannot be divided among 4 ranks"
+    )
     assert log["choice"] == "FeatureLinear on every rank: no rule splits a FeatureLinear"
     assert log["own"] == "Scaling on every rank: no rule splits a Scaling"
-    assert log["score"] == "Linear on every rank: 3 outputs cannot be dealt to 4 ranks"
+    assert log["score"] == "Linear on every rank: 3 outputs cannot be divided among 4 ranks"
     assert log["attend.out"] == (
         "Linear 8 -> 8 split by rows, 2 here; has no partner, so its output is gathered: hardly "
         "worth it, 16 FLOPs are saved for each element sent"
@@ -508,12 +513,12 @@ def test_the_partitioner_counts_and_estimates(backend):
     }
     # Per sample: what is whole is 5 norms at 7 FLOPs an element and the positions at 1.
     whole = 8 * 24 * (5 * 7 + 1)
-    dealt = 8 * 2 * (2 * (24 * 72 + 24 * 24 + 2 * 24 * 96) + 24 * 48)  # linear layers
-    dealt += 2 * (2 * 24 * 8 * 9 + 8 * 96)  # attention and GELU
-    assert partitioner.split_share((8,)) == pytest.approx(dealt / (dealt + whole))
+    split_flops = 8 * 2 * (2 * (24 * 72 + 24 * 24 + 2 * 24 * 96) + 24 * 48)  # linear layers
+    split_flops += 2 * (2 * 24 * 8 * 9 + 8 * 96)  # attention and GELU
+    assert partitioner.split_share((8,)) == pytest.approx(split_flops / (split_flops + whole))
     ranks = backend.world_size
     assert partitioner.estimated_speedup((8,)) == pytest.approx(
-        (dealt + whole) / (dealt / ranks + whole)
+        (split_flops + whole) / (split_flops / ranks + whole)
     )
     along_time = TensorParallelLayerPartitioner(backend, sequence_parallel=True)
     along_time.partition(chain.children, split_output=True)
@@ -523,14 +528,14 @@ def test_the_partitioner_counts_and_estimates(backend):
 
 
 @in_worlds(2)
-def test_the_rank_with_most_to_do_bounds_the_speedup(backend):
+def test_the_rank_with_most_work_bounds_the_speedup(backend):
     partitioner = TensorParallelLayerPartitioner(backend)
     partitioner.partition({"a": nn.Linear(4, 3), "b": nn.Linear(3, 4, bias=False)})
     assert partitioner.estimated_speedup((4,)) == pytest.approx(3 / 2)
 
 
 @in_worlds(1, 2)
-def test_what_cannot_be_partitioned_is_refused(backend):
+def test_invalid_partitions_are_refused(backend):
     with pytest.raises(TypeError, match="backend must be a CommunicationBackend, got NoneType"):
         partition_chain({}, None)
     with pytest.raises(TypeError, match="backend must be a CommunicationBackend, got NoneType"):
@@ -557,19 +562,19 @@ def test_first_values_are_slices_of_those_of_the_whole(backend):
     for entry, chunk in zip(own.parameter_table.entries, own.get_parameter_chunks(), strict=True):
         value = values[entry.name]
         boxes = partition.boxes.get(entry.name)
-        np.testing.assert_array_equal(chunk, value if boxes is None else held(value, boxes))
+        np.testing.assert_array_equal(chunk, value if boxes is None else own_part(value, boxes))
     assert isinstance(partition.layers["embedding"], VocabularyParallelEmbedding)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @in_worlds(2, 3, 4)
-def test_a_pass_through_a_gpt_sends_what_the_papers_say(backend, sequence, sent_by_all):
+def test_a_pass_through_a_gpt_sends_the_papers_number_of_bytes(backend, sequence, sent_by_all):
     chain, values = gpt(heads=6, dropout=0.2), values_of(gpt(heads=6))
     partition = partition_chain(
         chain.children, backend, sequence_parallel=sequence, split_output=True
     )
     own = {
-        name: held(value, partition.boxes[name]) if name in partition.boxes else value
+        name: own_part(value, partition.boxes[name]) if name in partition.boxes else value
         for name, value in values.items()
     }
     part, x = nn.Sequential(partition.layers), np.zeros((2, TIME), np.int64)

@@ -111,7 +111,7 @@ def test_refusals(backend):
         GatherSequence(backend).output_shape(())
     with pytest.raises(ValueError, match=f"last dim is .* on rank {backend.rank} of 3"):
         GatherOutput(backend, 7).output_shape((7,))
-    with pytest.raises(ValueError, match="2 runs of 1 elements cannot be dealt to 3 ranks"):
+    with pytest.raises(ValueError, match="2 runs of 1 elements cannot be divided among 3 ranks"):
         GatherOutput(backend, 2)
     with pytest.raises(TypeError, match="NoneType"):
         CopyToRegion(None)

@@ -112,7 +112,7 @@ def pass_through(layer):
 
 
 @in_worlds(2)
-def test_a_forgotten_reduction_is_seen(backend, forgetting, time_slice):
+def test_a_missing_reduction_is_detected(backend, forgetting, time_slice):
     take, norm = time_slice(backend), nn.LayerNorm(5)
     layer = SequenceParallelNorm(backend, norm)
     with forgetting(backend), pytest.raises(AssertionError, match="gradient of weight is off"):

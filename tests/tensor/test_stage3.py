@@ -1,4 +1,4 @@
-"""A linear layer whose weight lies in pieces gives what the whole layer gives on all data."""
+"""A linear layer sharded as in ZeRO stage 3 equals the whole layer on the data of all ranks."""
 
 import numpy as np
 import pytest
@@ -145,7 +145,7 @@ def test_bytes(backend, sent_by_all):
 
 @pytest.mark.parametrize("number", [1, 2])
 @in_worlds(2)
-def test_a_forgotten_reduction_is_seen(backend, number, forgetting):
+def test_a_missing_reduction_is_detected(backend, number, forgetting):
     """Of the weight's gradient, or of the bias's."""
     layer, p = Stage3ShardedLinear(backend, INPUTS, OUTPUTS), parameters()
     _, gradients = whole_results(2, (), None)

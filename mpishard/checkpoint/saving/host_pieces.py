@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from mpishard.base import is_device_array, to_host
+from mpishard.base import Array, DType, Metadata, is_device_array, to_host
 from mpishard.checkpoint.format.content import Pieces
 from mpishard.checkpoint.saving.staging import StagingBuffer, aligned
 from mpishard.sharding import ParameterEntry, Region
 
-HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
+HostPieces = dict[str, list[tuple[Region, Array]]]
 """As `Pieces`, but NumPy arrays, none of which is empty."""
 
 
@@ -34,9 +33,9 @@ class Content:
     """
 
     parameters: Sequence[ParameterEntry]
-    dtype: np.dtype[Any]
+    dtype: DType
     arrays: Pieces
-    metadata: Mapping[str, Any]
+    metadata: Metadata
 
 
 def pieces_on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:

@@ -6,14 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpishard.base import (
-    Document,
-    DType,
-    Metadata,
-    as_count,
-    check_path,
-    require_type,
-)
+from mpishard.base import Document, DType, Metadata, as_count, check_path, require_type
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,

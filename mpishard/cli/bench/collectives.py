@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.table import Table
 
-from mpishard.base import ShardLayout
+from mpishard.base import Array, DType, ShardLayout
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend, load_mpi
@@ -74,6 +74,7 @@ class CollectiveBenchmark:
         """Measure one collective at one size after the other, each in all its ways. Collective."""
         results = []
         for kind in self.kinds:
+            # A barrier has no array, and so one row.
             for nbytes in self.sizes if kind != "barrier" else (0,):
                 ways = self.ways(backend, kind, nbytes)
                 timings = time_alternately(backend, list(ways.values()), self.repeats)
@@ -83,6 +84,7 @@ class CollectiveBenchmark:
 
     def ways(self, backend: CommunicationBackend, kind: str, nbytes: int) -> dict[str, Way]:
         """Return the ways to perform a collective, after a check of the result of each."""
+        # Thread-ranks have no collectives of MPI to compare with.
         mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
         if kind == "barrier":
             return {"ours": backend.barrier} | ({"MPI": mpi.Barrier} if mpi is not None else {})
@@ -127,6 +129,7 @@ class CollectiveBenchmark:
             mine = [r for r in results if r.collective == kind]
             curves = []
             for way in dict.fromkeys(r.way for r in mine):
+                # The user may give sizes in any order, and a curve joins neighbours.
                 points = sorted((r for r in mine if r.way == way), key=lambda r: r.nbytes)
                 times = [Timing(tuple(s * 1e3 for s in r.seconds)) for r in points]
                 sizes, medians = [r.nbytes for r in points], [timing.median for timing in times]
@@ -136,20 +139,21 @@ class CollectiveBenchmark:
 
 
 def _ways(
-    backend: CommunicationBackend, mpi: Any, kind: str, nbytes: int, dtype: Any
+    backend: CommunicationBackend, mpi: Any, kind: str, nbytes: int, dtype: DType
 ) -> dict[str, Way]:
     """Return the ways of a collective that has an array."""
     world, rank, ours = backend.world_size, backend.rank, getattr(backend, kind)
     length, is_gather = max(1, nbytes // dtype.itemsize), kind == "all_gather"
     counts = list(ShardLayout(length, world).sizes)
+    # Ranks have different values, so that the check finds a result without one of them.
     source = np.full(counts[rank] if is_gather else length, rank + 1, dtype)
     whole, mine = np.empty(length, dtype), np.arange(world)
     size = counts[rank] if kind == "reduce_scatter" else length
     out, mpi_out = np.empty(size, dtype), np.empty(size, dtype)
-    shared: Any = np.empty(size, dtype)
+    shared: Array | None = np.empty(size, dtype)
     expected = np.repeat(mine + 1, counts) if is_gather else np.array([(mine + 1).sum()])
     # Each way, and the array with its result, or None.
-    found: dict[str, tuple[Way, Any]] = {"ours": (lambda: ours(source, out=out), out)}
+    found: dict[str, tuple[Way, Array | None]] = {"ours": (lambda: ours(source, out=out), out)}
     if kind == "all_reduce":
         # In place the result is the next input: sums of ones would overflow.
         zeros = np.zeros_like(source)
@@ -171,7 +175,9 @@ def _ways(
     if mpi is not None and kind == "all_reduce":
         mpi_zeros, in_place = np.zeros_like(source), load_mpi().IN_PLACE
         found[_MPI_IN_PLACE] = (lambda: mpi.Allreduce(in_place, mpi_zeros), None)
+    # The least work of a collective that moves this array: each byte is read and written once.
     found["memcpy"] = (lambda: np.copyto(whole, out if is_gather else source), None)
+    # A fast collective with a wrong result would be no measurement.
     for way, (call, result) in found.items():
         if result is not None:
             call()

@@ -29,7 +29,7 @@ _RANK = "rank"
 _REPEATED = "One of {}; may be repeated. Default: all."
 
 
-def _count(help_text: str, minimum: int = 1) -> Any:
+def _count(help_text: str, minimum: int = 1) -> object:
     """Return an option that takes a number; its default is shown unless the minimum is 0."""
     return typer.Option(min=minimum, show_default=minimum > 0, help=help_text)
 
@@ -103,6 +103,7 @@ def step(
 ) -> None:
     """Time training steps. The strategy "alone" is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
+    # 0 stands for the usual size, because an option cannot know which model is chosen.
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
@@ -110,6 +111,7 @@ def step(
         model, *sizes, steps, warmup, unit_size, checks, memory, mixed, tokens, chosen
     )
     with refusing("bench"):  # sizes that do not fit each other
+        # A model without arrays yet: wrong sizes are refused before ranks start.
         benchmark.build_model()
     _measure(context, benchmark, ranks, world_size, json, plot)
 
@@ -127,10 +129,12 @@ def _measure(
     Rank 0 shows the table and writes the files. A benchmark has a ``key`` in JSON,
     ``run(backend)``, ``table(results, world_size)`` and ``panels(results, world_size)``.
     """
+    # Before minutes of measurements, whose result could not be written.
     check_output("bench", "--json", json)
     check_png("bench", "--plot", plot)
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
+    # A rank has the words of the user, -n among them, and must not start ranks again.
     starts_ranks = bool(ranks or threads) and context.obj is not _RANK
     check_start("bench", "leave out -n and --world-size", starts_ranks=starts_ranks)
     if ranks and starts_ranks:
@@ -150,8 +154,10 @@ def _measure(
             plot_panels(plot, benchmark.panels(results, backend.world_size))
 
     with refusing("bench", errors=(MPIUnavailableError,)):
+        # Without -n and --world-size these are the ranks of the user's own launcher.
         launch(body, world_size=threads or None)
 
 
+# `mpishard bench -n` runs this module on each rank.
 if __name__ == "__main__":
     get_command(bench)(prog_name="mpishard bench", obj=_RANK)

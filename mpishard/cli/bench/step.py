@@ -16,6 +16,7 @@ from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
+from mpishard.models import ShardedModelBase
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
 from mpishard.optimizers import AdamW, uses_numba
 from mpishard.sharding import ShardingConfiguration
@@ -33,8 +34,6 @@ CONTEXT = 128
 
 _VOCABULARY = 256
 
-Matrix = Array
-
 
 def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:
     """Return a GPT without arrays yet, in float32.
@@ -49,9 +48,10 @@ def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:
     )
 
 
-def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Matrix, Matrix]:
+def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Array, Array]:
     """Return random inputs and targets of a GPT."""
     found = np.random.default_rng(seed).integers(0, _VOCABULARY, (sequences, context + 1))
+    # Copies, because all columns but one are no contiguous array.
     return found[:, :-1].copy(), found[:, 1:].copy()
 
 
@@ -67,11 +67,11 @@ def training_step(
     config: ShardingConfiguration,
     plain: nn.Model,
     strategy: str,
-    x: Matrix,
-    y: Matrix,
+    x: Array,
+    y: Array,
     rule: AdamW | None = None,
     **options: Any,
-) -> tuple[Any, Callable[[], object]]:
+) -> tuple[ShardedModelBase, Callable[[], object]]:
     """Return the sharded model, and the step that trains it on one batch."""
     model = as_distributed(plain, config, strategy, **options)
     rule = rule or AdamW(1e-3, weight_decay=0.01)
@@ -168,10 +168,13 @@ class StepBenchmark:
         """Measure one strategy. Collective; a result for each setting of the checks."""
         model = self.build_model()
         if self.model == "mlp":
+            # Each rank has samples of its own, as in training.
             generator = np.random.default_rng(backend.rank)
+            # The cost of a step does not depend on the target.
             x = y = generator.standard_normal((self.batch, self.width), dtype=np.float32)
         else:
             x, y = tokens(backend.rank, self.batch, self.context)
+        # The same engine and optimizer on a world of one: only communication is left out.
         own = alone() if strategy == ALONE else backend
         config = ShardingConfiguration(
             own,
@@ -196,11 +199,13 @@ class StepBenchmark:
         step()
         sent = own.traffic.total_bytes
         backend.barrier()
+        # In steps of their own, because the samples of memory would slow those that are timed.
         memory = memory_while(step, 8) if self.memory else None
         if own is not backend:
             own.shutdown()
         if isinstance(backend, InMemoryCommunicationBackend) and backend.rank > 0:
             memory = (0, 0)  # the ranks are one process
+        # As integers, because the bytes of all ranks are added exactly.
         row = np.array([[sent, *(memory or (0, 0))]], np.int64)
         sent, *totals = (int(total) for total in backend.all_gather(row).sum(axis=0))
         resting, peak = totals if self.memory and memory is not None else (None, None)
@@ -221,6 +226,7 @@ class StepBenchmark:
         )
         columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
         table = figures_table(title, columns, ("strategy",))
+        # None if "alone" was not among the strategies: the column of ratios is empty then.
         bound = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
         for result in results:
             table.add_row(

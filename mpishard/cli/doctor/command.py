@@ -10,8 +10,8 @@ import typer
 from mpishard.base import settings
 from mpishard.cli.doctor import host
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
-from mpishard.cli.doctor.job import look_at_a_job, look_at_gpus
-from mpishard.cli.doctor.mpi import look_at_mpi, look_at_slurm
+from mpishard.cli.doctor.job import examine_gpus, examine_job
+from mpishard.cli.doctor.mpi import examine_mpi, examine_slurm
 from mpishard.cli.run.launcher import MPIInstallation
 
 
@@ -41,20 +41,23 @@ def doctor(
         findings = list(_findings(quick))
         typer.echo(as_json(findings))
     else:
+        # Each line appears when it is found: measurements and the job take seconds.
         findings = show_findings(_findings(quick))
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
 
 
 def _findings(quick: bool) -> Iterator[Finding]:
-    yield from examined("host", host.look_at_host())
-    yield from examined("numpy", host.look_at_numpy(quick))
-    yield from examined("numpy", host.look_at_bfloat16(quick))
-    yield from examined("numpy", host.look_at_numba())
+    # In the order of dependence: a job of ranks needs MPI, which needs a working Python.
+    yield from examined("host", host.examine_host())
+    yield from examined("numpy", host.examine_numpy(quick))
+    yield from examined("numpy", host.examine_bfloat16(quick))
+    yield from examined("numpy", host.examine_numba())
+    # Once for all groups, because each search starts programs.
     mpi = MPIInstallation.of_this_python()
-    yield from examined("mpi", look_at_mpi(mpi))
-    yield from examined("memory", host.look_at_shared_memory())
+    yield from examined("mpi", examine_mpi(mpi))
+    yield from examined("memory", host.examine_shared_memory())
     if not quick:
-        yield from examined("job", look_at_a_job(mpi))
-    yield from examined("gpu", look_at_gpus(mpi, quick))
-    yield from examined("slurm", look_at_slurm(mpi))
+        yield from examined("job", examine_job(mpi))
+    yield from examined("gpu", examine_gpus(mpi, quick))
+    yield from examined("slurm", examine_slurm(mpi))

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -65,7 +64,7 @@ class Finding:
 
     name: str
     text: str
-    value: Any = None
+    value: object = None
     fix: str | None = None
     is_problem: bool = False
 
@@ -89,18 +88,22 @@ def examined(group: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 def pip_install(*packages: str) -> str:
     """Return the command that installs ``packages`` for the Python that runs this."""
+    # Not pip alone, which on PATH may belong to another Python.
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(packages)}"
 
 
 def shortened(text: str, length: int = 200) -> str:
     """Return ``text`` on one line of at most ``length`` characters."""
+    # Libraries may give a page of text as the reason of one failure.
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
 def show_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Print each finding as it comes, under its group, and the summary; return them all."""
+    # rich would take brackets in a path for markup, and break commands that users copy.
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    # Longer lines are hard to read, however wide the terminal is.
     columns = max(min(settings.terminal_columns() or console.width, _WIDEST), _INDENT + 20)
     shown: list[Finding] = []
     last = ""
@@ -137,6 +140,7 @@ def as_json(findings: Sequence[Finding]) -> str:
     """Return the JSON object of ``schema``, ``problems``, ``notes`` and ``findings`` in order."""
     verdicts = [finding.verdict for finding in findings]
     report = {
+        # Counted up if a field changes its meaning, so that a program can refuse the report.
         "schema": 2,
         "problems": verdicts.count(Verdict.PROBLEM),
         "notes": verdicts.count(Verdict.NOTE),

@@ -28,7 +28,7 @@ _LIMITS = "sudo tee -a /etc/security/limits.conf  # then log in again"
 # ------------------------------------------------------------------------- Python and this machine
 
 
-def look_at_host() -> Iterator[Finding]:
+def examine_host() -> Iterator[Finding]:
     """Yield the two installations, settings, cores, memory, and the limits of the shell."""
     version, number = platform.python_version(), installed_version("mpishard")
     folder = str(Path(mpishard.__file__).parent)
@@ -39,6 +39,7 @@ def look_at_host() -> Iterator[Finding]:
         settings.check()
         yield Finding("host.settings", "every MPISHARD_ variable is valid")
     except ValueError as error:
+        # The messages of `settings` begin with the name of the variable.
         name = str(error).partition(" ")[0]
         yield Finding("host.settings", str(error), name, f"unset {name}", is_problem=True)
     yield from _cores_and_memory()
@@ -68,6 +69,7 @@ def _limits_of_the_shell() -> Iterator[Finding]:
     text, fix = f"{'any number' if soft is None else soft} (ulimit -n)", None
     if soft is not None and soft < _FEW_FILES:
         text += ": a launcher opens several files for each rank, and a model two"
+        # A process may raise its soft limit as far as the hard one.
         wanted = min(4096, hard or 4096)
         fix = f"ulimit -n {wanted}"
         if wanted <= soft:  # the shell's own hard limit
@@ -117,7 +119,7 @@ Rates = dict[str, dict[str, float]]
 """Threads -> dtype -> GFLOP/s."""
 
 
-def look_at_numpy(quick: bool) -> Iterator[Finding]:
+def examine_numpy(quick: bool) -> Iterator[Finding]:
     """Yield BLAS, kernels, threads and, unless ``quick``, the speed of products."""
     fix = None
     answer = _ask_blas(measures=not quick)
@@ -136,6 +138,7 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     else:
         text = f"{library['internal_api']} {library['version']}, {library['filepath']}"
         yield Finding("numpy.blas", text, library)
+        # mpishard chooses kernels by OPENBLAS_CORETYPE, which other libraries ignore.
         if library["internal_api"] == "openblas" and library.get("architecture"):
             yield _kernel(library["architecture"], rates)
         yield _threads(library)
@@ -169,6 +172,7 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
     is_chosen = settings.openblas_kernel_is_set()  # by the user, or by mpishard before NumPy
     other, other_rates = None if is_chosen else better_kernel(kernel), None
     if is_chosen or (other and rates):
+        # None removes the variable, which shows what the library itself would choose.
         found = _ask_blas(measures=bool(rates), variables={"OPENBLAS_CORETYPE": other}).found
         if found:
             (library, *_), other_rates = found
@@ -177,6 +181,7 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
     if other not in (None, kernel):
         better = f", and {other}, which mpishard run sets, fits this processor"
         text += f"; {other} without it" if is_chosen else better
+        # Without measurements the processor's name decides.
         is_better = not is_chosen
         if rates and other_rates:
             fast, slow = other_rates["1"]["float32"], rates["1"]["float32"]
@@ -198,6 +203,7 @@ def _threads(library: Document) -> Finding:
             source += ", but limited by the library"
     text = f"{counted(threads, 'BLAS thread')}, {source}"
     most = max(1, int(min(cores, core_quota() or cores)))
+    # Without a variable each rank gets its share of the cores: there is nothing to mend.
     if threads > most and chosen:
         text += f", on {counted(most, 'core')}: threads wait for each other"
         fix = f"export {' '.join(f'{name}={most}' for name in chosen)}"
@@ -216,9 +222,10 @@ answer({"library": found and [found.version, found.path], "reason": reason_for_n
 """
 
 
-def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
+def examine_bfloat16(quick: bool) -> Iterator[Finding]:
     """Yield whether bfloat16 is faster here than float32, if the processor multiplies it."""
     name, unit = "numpy.bfloat16", processor_has_unit()
+    # Without the unit bfloat16 saves memory alone, and no command changes that.
     if quick or not unit:
         return
     answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS["measure"])
@@ -241,7 +248,7 @@ def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
     yield Finding(name, text, found, fix)
 
 
-def look_at_numba() -> Iterator[Finding]:
+def examine_numba() -> Iterator[Finding]:
     """Yield whether the installed numba compiles loops; nothing if it is not installed."""
     number, fix = installed_version("numba"), None
     if number is None:
@@ -268,7 +275,7 @@ NEEDED_BYTES = 64 * 2**20
 _MOST_NAMED = 20
 
 
-def look_at_shared_memory() -> Iterator[Finding]:
+def examine_shared_memory() -> Iterator[Finding]:
     """Yield findings about the folder /dev/shm, and files of killed jobs in it."""
     if not SHARED_MEMORY.is_dir():
         return
@@ -296,6 +303,7 @@ def free_bytes() -> int | None:
 
 def larger_folder() -> str:
     """Return the command that makes /dev/shm larger and writable."""
+    # Only the engine can set the size of a container's folder, when it starts.
     for engine, file in (("docker", "/.dockerenv"), ("podman", "/run/.containerenv")):
         if Path(file).exists():
             return f"{engine} run --shm-size=2g ...  # start the container like this"
@@ -309,6 +317,7 @@ def _folder() -> Finding:
     total = shutil.disk_usage(SHARED_MEMORY).total
     value = {"free": free, "total": total}
     try:
+        # A write, because the mode of the folder does not show that its mount is read-only.
         with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
             file.write(b"mpishard")
     except OSError as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import load_cupy, settings
+from mpishard.base import Array, load_cupy, settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import open_processes
 from mpishard.cli.doctor.mpi import why_it_failed
@@ -35,7 +35,7 @@ _LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
 _VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
 
 
-def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
+def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield the end of a job of two ranks, its thread level, and the memory that they share.
 
     Nothing without a launcher, or with settings that ranks refuse: other findings say so.
@@ -46,11 +46,13 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
         settings.check()
     except ValueError:
         return
+    # Directly with the launcher, because `mpishard run` would hide its faults, or mend them.
     command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor.job"])
     answer = ask(command, _LIMIT_SECONDS["two ranks"], _VARIABLES)
     found = answer.found
     if answer.code != 0 or found is None:
         cause = why_it_failed(answer, command)
+        # After an answer the end has failed: MPI_Finalize, or the launcher.
         how = "do not communicate" if found is None else "communicate, and do not end well"
         text = f"two ranks {how}: {cause.text}"
         yield Finding("job.round_trip", text, answer.code, cause.fix, is_problem=True)
@@ -95,7 +97,7 @@ answer({"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersi
 """
 
 
-def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
+def examine_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
     """Yield GPUs, CuPy and, unless ``quick``, the MPI operations that work on GPU memory.
 
     Nothing on a machine without a driver and without CuPy.
@@ -103,10 +105,12 @@ def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
     driver = _driver()
     if driver is not None:
         yield driver
-    cupy = _cupy(driver.value["cuda"] if driver is not None and driver.value else None)
+    known = driver.value if driver is not None and isinstance(driver.value, dict) else {}
+    cupy = _cupy(known.get("cuda"))
     if cupy is None:
         return
     yield cupy
+    # The value is a dict only if CuPy has computed on a GPU.
     has_gpu = isinstance(cupy.value, dict) and cupy.value["memory"]
     if has_gpu and mpi.launcher is not None and not quick:
         yield _cuda_aware(mpi.launcher)
@@ -124,8 +128,9 @@ def _driver() -> Finding | None:
         text = f"nvidia-smi finds no GPU: {shortened(answer.reason)}"
         fix = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
         return Finding(name, text, None, fix)
-    said = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
-    cuda = int(said[1]) if said else 12
+    # No field of --query-gpu has the version of CUDA: it stands in the table for people.
+    version = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
+    cuda = int(version[1]) if version else 12
     visible = settings.visible_gpus()
     chosen = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"
     number = gpus[0].rpartition(",")[2].strip()
@@ -143,6 +148,7 @@ def _cupy(cuda: int | None) -> Finding | None:
             if re.fullmatch(r"cupy(-(cuda|rocm)[\w-]*)?", distribution.name or "", re.IGNORECASE)
         }
     )
+    # CuPy 14 has no wheels for releases of CUDA before 12.
     fitting = f"cupy-cuda{max(12, cuda or 12)}x"
     names = ", ".join(f"{name} {version}" for name, version in packages)
     uninstall = pip_install().replace(" install ", " uninstall -y ")
@@ -154,6 +160,7 @@ def _cupy(cuda: int | None) -> Finding | None:
     if not packages:
         text = "not installed, so that models cannot use the GPU"
         return Finding("gpu.cupy", text, None, install)
+    # All of them install the folder cupy, so the last one has overwritten parts of the first.
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
         text = f"several packages are installed over each other's files: {names}"
@@ -178,17 +185,18 @@ def _cuda_aware(launcher: Launcher) -> Finding:
         program = [sys.executable, "-m", "mpishard.cli.doctor.job", operation]
         command = launcher.command(2, program)
         answer = ask(command, _LIMIT_SECONDS["two ranks"])
+        # A crash, a rank that hangs and wrong numbers all forbid the operation.
         works[operation] = answer.code == 0 and answer.found is True
         how = "right" if works[operation] else "wrong"
         if answer.found is not False and not works[operation]:
             how = f"fails ({shortened(why_it_failed(answer, command).text, 60)})"
         texts.append(f"{operation} {how}")
     text = f"on GPU memory: {', '.join(texts)}"
-    is_able, is_told = works[_HANDED_OVER], settings.cuda_aware()
-    if is_told and not is_able:
+    is_able, is_set = works[_HANDED_OVER], settings.cuda_aware()
+    if is_set and not is_able:
         text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
         fix = "unset MPISHARD_CUDA_AWARE"
-    elif is_able and not is_told:
+    elif is_able and not is_set:
         text += "; without MPISHARD_CUDA_AWARE=1 mpishard copies through host memory"
         fix = "export MPISHARD_CUDA_AWARE=1"
     else:
@@ -224,7 +232,7 @@ def main() -> None:
     backend.shutdown()
 
 
-def _all_reduce(backend: CommunicationBackend, own: Any) -> None:
+def _all_reduce(backend: CommunicationBackend, own: Array) -> None:
     """Sum float64 over the ranks, and check the result."""
     own[:] = backend.rank + 1.0
     total = backend.all_reduce(own)
@@ -237,8 +245,9 @@ def _all_reduce(backend: CommunicationBackend, own: Any) -> None:
 def _try_on_gpu(operation: str) -> None:
     from mpi4py import MPI
 
-    cupy: Any = load_cupy()
+    cupy = load_cupy()
     comm = MPI.COMM_WORLD
+    # Two ranks on one GPU are enough for the test.
     cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
     # A list: a rank that left out the rest after a wrong result would leave the other waiting.
     cases = product((16, 2**20), (True, False))  # short and long messages take different ways
@@ -258,7 +267,7 @@ def _is_right(comm: Any, cupy: Any, operation: str, length: int, waits: bool) ->
     halves = [length // 2] * 2
     part = slice(rank * length // 2, (rank + 1) * length // 2)
     # Arguments, the array that holds the result, and the expected numbers at its start.
-    calls: dict[str, tuple[list[Any], Any, Any]] = {
+    calls: dict[str, tuple[list[object], Array, Array]] = {
         "Allreduce": ([own, out[:length]], out, first + second),
         "Allgatherv": ([own, [out, [length] * 2]], out, np.append(first, second)),
         "Alltoallv": ([[own, halves], [out, halves]], out, np.append(first[part], second[part])),
@@ -266,6 +275,7 @@ def _is_right(comm: Any, cupy: Any, operation: str, length: int, waits: bool) ->
         "Send": ([own, other], own, first),
         "Recv": ([out[:length], other], out, first),
     }
+    # A send has two sides; all other operations are the same on both ranks.
     name = "Recv" if operation == "Send" and rank == 1 else operation
     arguments, result, expected = calls[name]
     request = getattr(comm, name if waits else f"I{name.lower()}")(*arguments)

@@ -37,7 +37,7 @@ _KNOWN = (
     (r"attempt to run as root|--allow-run-as-root",
      Cause("Open MPI's launcher refuses to run as root", _ALLOW_ROOT)),
     (r"Invalid MPI (plugin|type)|cannot find mpi plugin",
-     Cause("srun does not have the plugin that it was told to use", "unset SLURM_MPI_TYPE")),
+     Cause("srun does not have the plugin that its settings name", "unset SLURM_MPI_TYPE")),
     (r"Requested nodes are busy|step creation temporarily disabled|Unable to create step",
      Cause("SLURM has no cores left for another job step: this shell is a step that holds them",
            "export SLURM_OVERLAP=1")),
@@ -58,14 +58,15 @@ _KNOWN = (
 
 def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
     """Return the likeliest cause; if none is known, the message of the job and its ``command``."""
-    said = answer.out + answer.err
+    output = answer.out + answer.err
     free = free_bytes()
+    # A crash has many causes. With too little shared memory this one is likely.
     is_small = free is not None and free < NEEDED_BYTES
-    if _NO_MEMORY.search(said) or (is_small and _CRASHED.search(said)):
+    if _NO_MEMORY.search(output) or (is_small and _CRASHED.search(output)):
         text = "the MPI library exchanges data of a machine's ranks in /dev/shm, which is full, or "
         return Cause(f"{text}where it may not write", larger_folder())
     for pattern, cause in _KNOWN:
-        if re.search(pattern, said):
+        if re.search(pattern, output):
             return cause
     text = answer.reason
     if answer.code is not None:
@@ -82,7 +83,7 @@ _REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4
 _PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|lam)")
 
 
-def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
+def examine_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield mpi4py with its library, and the launcher, if one is wrong."""
     has_slurm = settings.is_slurm_allocation()
     bindings, started_by = installed_version("mpi4py"), settings.launcher_variable()
@@ -97,6 +98,7 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     reason = mpi.error.removeprefix(_UNUSABLE).partition("\n")[0]
     if library is None:
         text = f"{bindings}, and no MPI: {reason}"
+        # On a cluster mpi4py needs the site's MPI: that of a wheel does not know its network.
         install = _REBUILD if has_slurm else pip_install("mpich")
         yield Finding("mpi.mpi4py", text, bindings, install, is_problem=True)
         return
@@ -116,6 +118,7 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         yield Finding("mpi.launcher", text, str(launcher.program), fix)
     if launcher is None or not launcher.is_slurm:  # users type srun there
         yield from _first_on_path(mpi, library.family)
+    # mpiexec -n 4 mpishard doctor: four processes examine, and each has a part of the cores.
     size = settings.launched_world_size()
     if started_by is not None and size is not None and size > 1:
         text = f"{launcher_name()} started this process, one of {size}: only the first reports"
@@ -143,7 +146,7 @@ def _first_on_path(mpi: MPIInstallation, wanted: MPIFamily | None) -> Iterator[F
 # ------------------------------------------------------------------------------------------ SLURM
 
 
-def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
+def examine_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield whether srun is there inside an allocation, and has a plugin for the MPI library."""
     job, srun = settings.slurm_job(), shutil.which("srun")
     if srun is None and job is not None:
@@ -156,6 +159,7 @@ def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
 
 def listed_plugins(text: str) -> list[str]:
     """Return the plugins in the output of ``srun --mpi=list``, of old and new versions."""
+    # Names stand one in a line, or in a sentence with commas, beside other words.
     words = [word for line in text.splitlines() for word in re.split(r"[\s,:]+", line)]
     return list(dict.fromkeys(word for word in words if _PLUGIN.fullmatch(word)))
 
@@ -163,6 +167,7 @@ def listed_plugins(text: str) -> list[str]:
 def fitting_plugins(family: MPIFamily | None, plugins: list[str]) -> list[str]:
     """Return the ``plugins`` that work with an MPI library, the likeliest first."""
     pmix = [plugin for plugin in plugins if plugin.startswith("pmix")]
+    # Open MPI 5 has PMIx alone; MPICH and its relatives understand PMI-2, too.
     if family is MPIFamily.OPEN_MPI:
         return pmix
     return [plugin for plugin in ("cray_shasta", "pmi2") if plugin in plugins] + pmix
@@ -173,10 +178,11 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
     answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
     plugins = listed_plugins(answer.out + answer.err)
     fitting = fitting_plugins(family, plugins)
+    # SLURM_MPI_TYPE comes first, then the default of the site.
     taken, program = settings.slurm_plugin(), shutil.which("scontrol")
     if not taken and program:
-        said = ask([program, "show", "config"], _LIMIT_SECONDS).out
-        default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
+        config = ask([program, "show", "config"], _LIMIT_SECONDS).out
+        default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
         taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
     text, fix = f"srun has {', '.join(plugins)}", None

@@ -12,6 +12,7 @@ ScriptArgument = Annotated[
         metavar="SCRIPT [ARGS]...", help="Python script, and the arguments that it gets."
     ),
 ]
+# Both spellings of mpiexec. There is no default: a script before -n would take it for its own.
 RanksOption = Annotated[
     int | None, typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False)
 ]
@@ -36,6 +37,7 @@ def run(
     module: ModuleOption = False,
     hosts: HostsOption = "",
     oversubscribe: OversubscribeOption = False,
+    # Text, because the Path of a blank text would be the working directory.
     log_dir: Annotated[
         str | None,
         typer.Option(
@@ -54,6 +56,7 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(metavar="K", help="Restart a job that fails, at most K times.")
     ] = 0,
+    # None and not a number, because the default is that of another option.
     min_ranks: Annotated[
         int | None,
         typer.Option(
@@ -96,11 +99,11 @@ def run(
     `mpishard resize` changes the number of ranks of a job with --log-dir.
     """
     # Here, because they import NumPy and the communication room, and --help needs neither.
-    from mpishard.cli.run.job import Job
+    from mpishard.cli.run.job import RunJob
     from mpishard.cli.run.restarts import RestartLimits
     from mpishard.cli.wording import given_path
 
-    job = Job(
+    job = RunJob(
         "run",
         [script, *context.args],
         ranks,

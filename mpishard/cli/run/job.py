@@ -22,7 +22,7 @@ from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_libr
 from mpishard.cli.run.logs import (
     check_log_folder,
     folder_of_start,
-    held_log_folder,
+    locked_log_folder,
     prepare_log_folder,
 )
 from mpishard.cli.run.rank_processes import can_be_watched
@@ -67,6 +67,7 @@ def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]
         if not (find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])):
             raise ValueError(f"-m {script}: there is no module {name}, here or on Python's path")
         return ["-m", script, *arguments]
+    # Users type `mpishard run -n 4 python train.py`, as with mpiexec.
     if re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
         if path.parent != Path() and path.parent.absolute() != Path(sys.executable).parent:
             raise ValueError(
@@ -116,11 +117,12 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
     # SLURM assigns cores to ranks at the start: init() sets the threads there.
     if settings.blas_threads_are_set() or launcher.is_slurm:
         return {}
+    # By default each rank's BLAS starts a thread for each core, and they compete.
     ranks_per_host = max((host.slots for host in hosts), default=ranks)
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
 
 
-class Job:
+class RunJob:
     """A program on ranks, its environment, its machines and its restarts.
 
     All that a command asks of it is checked when it is made, and nothing is started.
@@ -172,6 +174,7 @@ class Job:
         limits: RestartLimits | None = None,
         on_failure: str = "abort",
     ) -> None:
+        # Without it Python's own errors, such as that of a relative path, would name another cause.
         try:
             Path.cwd()
         except FileNotFoundError:
@@ -191,6 +194,7 @@ class Job:
         self.log_folder = None if log_folder is None else log_folder.absolute()
         self.limits = limits or RestartLimits()
         with refusing(name, errors=(MPIUnavailableError, ValueError)):
+            # -u: a rank that is killed must not take what it has printed along in a buffer.
             self.program = [sys.executable, "-u", *python_arguments(words, is_module)]
             settings.check()
             self.hosts = parse_hosts(hosts, ranks)
@@ -199,11 +203,13 @@ class Job:
             if self.log_folder is not None:
                 check_log_folder(self.log_folder)
             self.launcher = find_launcher(loaded_library())
+            # The cores of other machines are not known here.
             if not (may_oversubscribe or self.hosts or self.launcher.is_slurm):
                 _check_cores(name, ranks, self.limits.max_ranks)
             added = _thread_variables(self.launcher, ranks, self.hosts)
             if (kernel := better_kernel(loaded_kernel())) is not None:  # the user has set none
                 added["OPENBLAS_CORETYPE"] = kernel
+            # The output of ranks is a pipe, whose width they cannot ask for.
             if sys.stdout.isatty():
                 added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
             self.user_variables = {**(variables or {}), **chosen}
@@ -214,13 +220,13 @@ class Job:
             self.passed_on = tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere]))
             # The first line names the variables that differ from the user's own environment,
             # except the width of the terminal, which changes no result.
-            told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
+            shown = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
             slots = sum(host.slots for host in self.hosts)
             if self.hosts and (self.limits.max_ranks or 0) > slots:
                 most = self.limits.max_ranks
-                told.append(f"--max-ranks {most} is above the {slots} slots of --hosts")
+                shown.append(f"--max-ranks {most} is above the {slots} slots of --hosts")
             whom = f"{counted(ranks, 'rank')} of {self.launcher.library}"
-            self.announcement = ", ".join([whom, f"started by {self.launcher.program}", *told])
+            self.announcement = ", ".join([whom, f"started by {self.launcher.program}", *shown])
             self.command(ranks, self.hosts)  # some launchers have none for these machines
 
     def run(self) -> int:
@@ -260,18 +266,21 @@ class Job:
             variables["MPISHARD_MAX_RESTARTS"] = f"{self.limits.most}"
             return supervisor.run({**self.environment, **variables})
 
-        told = partial(say, self.name)
-        restarts = Restarts(start, told, self.ranks, may_lose, find_lost, self.limits, received)
-        with ExitStack() as held:
+        print_line = partial(say, self.name)
+        restarts = Restarts(
+            start, print_line, self.ranks, may_lose, find_lost, self.limits, received
+        )
+        with ExitStack() as stack:
             if folder is not None:
-                held.enter_context(own_log_folder(self.name, folder))
+                stack.enter_context(own_log_folder(self.name, folder))
                 if can_be_watched():
                     with suppress(OSError):  # a file system without sockets
-                        held.enter_context(restarts.resizing.listens(folder))
+                        stack.enter_context(restarts.resizing.listens(folder))
             return restarts.run()
 
     def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
         """Return the command line of a start."""
+        # -I and -S leave out site packages, so that an agent starts in 15 ms.
         agent = [sys.executable, "-I", "-S", str(rank_agent.__file__), self.launcher.rank_variable]
         program = [*agent, str(logs or ""), *self.program]
         return self.launcher.command(
@@ -300,9 +309,10 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
     typer.Exit
         With code 2, before the block, after the command ``name`` has printed the reason.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with refusing(name), refusing(name, "--log-dir: ", errors=(OSError,)):
-            held.enter_context(held_log_folder(folder))
+            # The lock comes first, so that two jobs do not move the same logs.
+            stack.enter_context(locked_log_folder(folder))
             aside = prepare_log_folder(folder)
         if aside is not None:
             say(name, f"moved the logs of an earlier job to {aside}")

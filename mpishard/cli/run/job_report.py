@@ -26,7 +26,7 @@ _SAME_SECONDS = 0.003
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JobResult:
     """Exit code of a job, and lines for its user; no lines if the ranks have reported enough."""
 
     code: int
@@ -39,7 +39,7 @@ class Outcome:
 
     Parameters
     ----------
-    verdict : Verdict
+    result : JobResult
         Exit code, and the lines to print.
     cause : str
         The reason in one line, even if the ranks have printed it themselves.
@@ -51,7 +51,7 @@ class Outcome:
         Folder of its logs.
     """
 
-    verdict: Verdict
+    result: JobResult
     cause: str
     called_init: bool
     seconds: float
@@ -104,12 +104,20 @@ class JobEnd:
     hosts: Sequence[str] = ()
     survives: bool = False
 
-    def judge(self) -> Verdict:
+    def judge(self) -> JobResult:
         """Return the exit code of the job, and the lines to print.
 
-        There are no lines if a rank reported a failure of its own. Otherwise they name the first
-        rank that ended without leaving, even if another rank has reported that it is gone. If ranks
-        may outlive each other, and some ended normally, the code is theirs: the launcher's.
+        The first of these rules that applies decides:
+
+        1. `mpishard run` ended the job after a rank failed, or the launcher's process was gone:
+           the lines name that rank, or that process.
+        2. No rank called ``init``: see `_before_all`.
+        3. Ranks may outlive each other, and some left: the launcher's code, and a line for each
+           rank that was lost.
+        4. Ranks reported that another one is gone, and its end is known: the lines name that one.
+        5. A rank reported a failure of its own: the code in its report, and no lines.
+        6. A rank ended without leaving: the lines name the first of them.
+        7. Otherwise the exit codes decide: see `_by_codes`.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
@@ -122,15 +130,15 @@ class JobEnd:
                 f"{orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
                 "gone (killed, or crashed)"
             )
-            return Verdict(settings.EXIT_FAILURE, (line,))
+            return JobResult(settings.EXIT_FAILURE, (line,))
         if not self.called_init:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
         # The last world of a survivor has one rank and writes no log. If the rank is killed there,
-        # its logs say that it left: only its exit code tells it from the other survivors.
+        # its logs say that it left: only its exit code differs from those of other survivors.
         lost = {process.rank for process in self.ended if (process.exit_code or 0) < 0}
         if self.survives and is_good and any(map(self._has_left, self.logs.keys() - lost)):
-            return Verdict(self.launcher_code, self._outlived())
+            return JobResult(self.launcher_code, self._outlived())
         gone = self._gone()
         if gone is not None:
             return self._blame(gone)
@@ -141,16 +149,16 @@ class JobEnd:
             # A rank that found another one gone ended with 1, and does not know the reason.
             code = log.code or settings.EXIT_FAILURE
             if first is None or first.rank == log.rank or code == self.launcher_code:
-                return Verdict(log.code or self.launcher_code or code, self._missing())
+                return JobResult(log.code or self.launcher_code or code, self._missing())
         if first is not None:
             return self._blame(first)
         stragglers = [rank for rank in self.logs if not self._has_left(rank)]
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
             # They ran on other machines, where their end is not observed.
-            return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
+            return JobResult(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         return self._by_codes()
 
-    def _by_codes(self) -> Verdict:
+    def _by_codes(self) -> JobResult:
         """Judge by exit codes alone: no rank is known to have reported or to have been killed."""
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
         if own is None and self.is_local and self.launcher_code:
@@ -158,13 +166,13 @@ class JobEnd:
                 line = (
                     "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
                 )
-                return Verdict(settings.EXIT_KILLED, (line,))
+                return JobResult(settings.EXIT_KILLED, (line,))
             if self.launcher_code == _BROKEN:
                 line = f"no rank failed, and {self.program} ended with code {_BROKEN}"
-                return Verdict(_BROKEN, (f"{line}: its messages say why",))
+                return JobResult(_BROKEN, (f"{line}: its messages say why",))
         # The launcher's code may combine the codes of several ranks.
         code = own if own is not None and own > 0 else self.launcher_code
-        return Verdict(code, self._missing())
+        return JobResult(code, self._missing())
 
     def _outlived(self) -> tuple[str, ...]:
         """Return a line for each rank that was lost while the others continued."""
@@ -186,23 +194,23 @@ class JobEnd:
         """True if a rank called ``mpishard.init``."""
         return bool(self.logs)
 
-    def cause(self, verdict: Verdict) -> str:
-        """Return the reason in one line: the last line of `verdict`, or the report of a rank."""
-        if verdict.lines:
-            return verdict.lines[-1]
+    def cause(self, result: JobResult) -> str:
+        """Return the reason in one line: the last line of `result`, or that a rank reported."""
+        if result.lines:
+            return result.lines[-1]
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
         # A rank that only found another one gone has no code.
         named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
         if named:
-            return f"the job ended with code {verdict.code}, as {who(named)} reported"
-        if verdict.code == settings.EXIT_PREEMPTED:
-            return f"the job saved and ended, as requested (exit code {verdict.code})"
+            return f"the job ended with code {result.code}, as {who(named)} reported"
+        if result.code == settings.EXIT_PREEMPTED:
+            return f"the job saved and ended, as requested (exit code {result.code})"
         first = self._first()
         if first is not None and first.exit_code:
             return f"{self._who(first)} {_how(first.exit_code)}"
-        return f"the job ended with code {verdict.code}"
+        return f"the job ended with code {result.code}"
 
-    def summary(self, verdict: Verdict) -> Document:
+    def summary(self, result: JobResult) -> Document:
         """Return the end of the job and of each rank, for JSON."""
         codes = {process.rank: process.exit_code for process in self.ended}
         ranks = []
@@ -220,8 +228,9 @@ class JobEnd:
                     "count": sum(record.count for record in log.records),
                 }
             )
-        text = " ".join(verdict.lines) or self.cause(verdict)
-        return {"code": verdict.code, "text": text, "time": time.time(), "ranks": ranks}
+        # The page of a run needs a reason even if the terminal has it from the ranks.
+        text = " ".join(result.lines) or self.cause(result)
+        return {"code": result.code, "text": text, "time": time.time(), "ranks": ranks}
 
     def fails(self, process: RankProcess) -> bool:
         """Return True if ``process`` ended without a notice to the other ranks."""
@@ -231,7 +240,7 @@ class JobEnd:
         # report that themselves.
         return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
 
-    def _before_all(self) -> Verdict:
+    def _before_all(self) -> JobResult:
         """Judge a job in which no rank has called ``init``, such as a script without mpishard."""
         if self.hosts and not self.ended and self.launcher_code == _BROKEN:
             tries = ", ".join(f"`ssh {host} true`" for host in self.hosts)
@@ -239,12 +248,12 @@ class JobEnd:
                 f"no rank was started (exit code {_BROKEN} of {self.program}): can "
                 f"{', '.join(self.hosts)} be reached by {tries}?"
             )
-            return Verdict(_BROKEN, (line,))
+            return JobResult(_BROKEN, (line,))
         first = self._first()
         if first is None and self.launcher_code != _BROKEN:
             return self._by_codes()
         if first is None or not self.launcher_code or not first.exit_code:
-            return Verdict(self.launcher_code)
+            return JobResult(self.launcher_code)
         return self._blame(first)
 
     def _gone(self) -> RankProcess | None:
@@ -283,18 +292,19 @@ class JobEnd:
             return True
         return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
 
-    def _blame(self, process: RankProcess) -> Verdict:
+    def _blame(self, process: RankProcess) -> JobResult:
         code = process.exit_code or 0
         how = f"{_how(code)}{self._where(process, code)}"
         if self.world_size > 1:
             end = process.ended_at
             failed = [other for other in self.ended if self.fails(other)]
+            # Two ends within some milliseconds may be noted in another order.
             alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
             if end and len(alike) > 1:
                 how += f"; {who(alike)} ended at the same time"
             elif self.launcher_code:
                 how += "; the others were ended for it"
-        return Verdict(
+        return JobResult(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
             (f"{self._who(process)} {how}",),
         )
@@ -331,12 +341,13 @@ class JobEnd:
         return rank in self.logs and self.logs[rank].state is RankState.LEFT
 
 
-def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict:
+def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> JobResult:
     """Judge a job that received a signal. Name each rank's last call, unless a rank reported."""
     code = 128 + number.value
     if any(log.state is RankState.REPORTED for log in logs.values()):
-        return Verdict(code)
+        return JobResult(code)
     word = "interrupted (SIGINT)" if number is signal.SIGINT else f"ended by {number.name}"
+    # Ranks in the same call share an entry, so that the one in another call is seen at once.
     alike: dict[str, list[int]] = {}
     for log in logs.values():
         if log.place:
@@ -344,7 +355,7 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
     stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
     if len(stood) > _MOST_SHOWN:
         stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]
-    return Verdict(code, ("; ".join([f"{word}; the ranks were ended", *stood]),))
+    return JobResult(code, ("; ".join([f"{word}; the ranks were ended", *stood]),))
 
 
 def _how(code: int) -> str:

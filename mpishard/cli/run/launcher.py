@@ -35,8 +35,10 @@ except OSError:
 answer({"version": MPI.Get_library_version(), "files": files})
 """
 
+# Not libmpifort or libmpi_cxx, which may be mapped beside it.
 _LIBRARY_FILE = re.compile(r"libmpi(ch|_abi)?\.(so|dylib)")
 
+# RFC 1123. An underscore is usual for containers; a first "-" would begin an option.
 _LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
 _HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 _LONGEST_NAME = 253
@@ -63,6 +65,7 @@ def parse_hosts(text: str, world_size: int) -> list[Host]:
     entries = [entry.strip().partition(":") for entry in text.split(",")]
     if any(not name for name, _, _ in entries):
         raise ValueError(f"--hosts has an empty name: {text!r}")
+    # A machine without a rank is rather a mistake than a wish.
     if len(entries) > world_size:
         raise ValueError(f"--hosts names {len(entries)} machines for {world_size} ranks")
     for name, colon, number in entries:
@@ -85,6 +88,7 @@ def parse_hosts(text: str, world_size: int) -> list[Host]:
         )
     if given < world_size and not rest:
         raise ValueError(f"--hosts {text} has {given} slots for {world_size} ranks")
+    # Rounded up, so that no rank is left over; the last machines may get fewer.
     share = -(-(world_size - given) // len(rest)) if rest else 0
     return [Host(name, int(number) if number else share) for name, _, number in entries]
 
@@ -138,6 +142,7 @@ class MPILibrary:
 
     def __str__(self) -> str:
         found = re.search(r"\d+(\.\d+)+\w*", self.version)
+        # A version of Cray or MVAPICH is several lines long.
         name = self.family or self.version.strip().partition("\n")[0]
         return f"{name} {found.group()}" if found and self.family else name
 
@@ -216,10 +221,11 @@ class Launcher:
         if self.is_slurm:
             if hosts and not are_even:
                 raise ValueError(
-                    f"--hosts {with_slots}: inside SLURM srun deals the ranks to the nodes; give "
-                    "names alone, or an allocation of --ntasks-per-node"
+                    f"--hosts {with_slots}: inside SLURM srun distributes the ranks to the nodes; "
+                    "give names alone, or an allocation of --ntasks-per-node"
                 )
             options = ["-n", f"{world_size}", "--export=ALL"]
+            # Without these srun lets the other ranks wait, and asks for a second Ctrl-C.
             options += ["--kill-on-bad-exit=1", "--quit-on-interrupt"]
             # Without a number srun takes as many nodes as the allocation has.
             options += [f"--nodelist={names}", f"--nodes={len(hosts)}"] if hosts else []
@@ -227,10 +233,12 @@ class Launcher:
             # By default Open MPI binds a rank to one core, which its BLAS threads would share.
             options = ["--with-ft", "ulfm"] if survives else []
             options += ["-n", f"{world_size}", "--bind-to", "none"]
+            # In a container the user is root, and Open MPI would refuse to start.
             if os.geteuid() == 0:
                 options.append("--allow-run-as-root")
             # By default Open MPI starts no more ranks than there are cores.
             options += ["--host", with_slots] if hosts else ["--map-by", ":OVERSUBSCRIBE"]
+            # Hydra and srun pass all variables on; Open MPI only those that are named.
             for name in variables:
                 options += ["-x", name]
         else:
@@ -281,6 +289,7 @@ def find_launcher(library: MPILibrary) -> Launcher:
     MPIUnavailableError
         If none is found; the message names those that belong to another MPI.
     """
+    # srun comes first, because it knows the nodes of the allocation and binds cores.
     srun = shutil.which("srun")
     if srun is not None and settings.is_slurm_allocation():
         return Launcher(Path(srun), library)
@@ -294,6 +303,7 @@ def find_launcher(library: MPILibrary) -> Launcher:
     near = [] if library.file is None else [up / "bin" for up in library.file.parents[1:4]]
     folders = [*near, Path(sys.prefix) / "bin", *settings.program_folders()]
     strangers = []
+    # Each candidate once, because its version costs the start of a process.
     for program in dict.fromkeys(f / name for f in folders for name in family.launcher_names):
         if program.is_file() and os.access(program, os.X_OK):
             owner = launcher_family(program)

@@ -35,6 +35,7 @@ def folder_of_start(folder: Path, restart_count: int) -> Path:
 
 def newest_start(folder: Path) -> Path:
     """Return the folder of the last start of the job whose logs are in ``folder``."""
+    # As numbers, because restart-10 comes before restart-2 as text.
     counts = [path.name.rpartition("-")[2] for path in folder.glob(_RESTARTS)]
     return folder_of_start(folder, max((int(n) for n in counts if n.isdecimal()), default=0))
 
@@ -49,6 +50,7 @@ def check_log_folder(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
+    # The ranks that run may be those of any restart.
     starts = (folder, *folder.glob(_RESTARTS))
     for record in chain.from_iterable(
         records_in(start / CALLS, with_calls=False) for start in starts
@@ -63,7 +65,7 @@ def check_log_folder(folder: Path) -> None:
 
 
 @contextmanager
-def held_log_folder(folder: Path) -> Iterator[None]:
+def locked_log_folder(folder: Path) -> Iterator[None]:
     """Make ``folder``, and lock it against other jobs during the block.
 
     The lock file stays. If it were removed, two jobs could each lock a file of that name.
@@ -89,6 +91,7 @@ def held_log_folder(folder: Path) -> Iterator[None]:
                 "its own"
             ) from None
         except OSError as error:
+            # Without locks, `check_log_folder` still finds a job of this machine.
             if error.errno not in _NO_LOCKS:
                 raise
         yield
@@ -104,6 +107,7 @@ def prepare_log_folder(folder: Path) -> Path | None:
     OSError
         If it cannot be written.
     """
+    # Only what mpishard writes: metrics and checkpoints of the user may be there, too.
     names = ("rank-*.log", "rank-*.calls.txt", CALLS, ENDED, _RESTARTS)
     old = [path for name in names for path in folder.glob(name)]
     if not old:
@@ -122,7 +126,7 @@ _ENDS = {
     RankState.RUNNING: "ended without leaving",
     RankState.LEAVING: "ended while it waited for the others to leave",
     RankState.LEFT: "left",
-    RankState.REPORTED: "said why the job ends",
+    RankState.REPORTED: "reported why the job ends",
 }
 """Last state of a process -> description of its end."""
 
@@ -142,6 +146,7 @@ class RankLogs:
     @classmethod
     def of_job(cls, records: Iterable[RankRecord]) -> dict[int, Self]:
         """Group the logs of a job, in the order of `records_in`, by rank."""
+        # The records are sorted by rank, which groupby needs.
         by_rank = groupby(records, key=lambda record: record.launched_rank)
         return {rank: cls(tuple(of_rank)) for rank, of_rank in by_rank}
 
@@ -211,6 +216,7 @@ class RankLogs:
             stood = f"{_ENDS[record.state or RankState.STARTED]}, {record.count} collectives"
             name = f"rank {record.rank} of {record.world_size}"
             name += f", process {record.pid} on {record.host}"
+            # Users know the launcher's number, and a world that was made later may have others.
             if record.rank != record.launched_rank:
                 name = f"rank {record.launched_rank} of the job, in a world of its own {name}"
             texts.append(f"{name}: {stood}\n")

@@ -17,6 +17,7 @@ class Notice:
 
     def receive(self, _number: int, _frame: FrameType | None) -> None:
         """Remember the signal until there are ranks to forward it to."""
+        # A flag and no more, because a handler runs between any two instructions.
         self.is_given = True
 
 

@@ -57,6 +57,7 @@ def main() -> None:
     if logs:
         _keep_log(logs, rank)
     if not hasattr(signal, "sigwaitinfo") or not sys.platform.startswith("linux"):
+        # Without these calls the rank replaces this process, and nobody notes its end.
         os.execvp(program[0], program)  # noqa: S606
     _Agent(rank, program).run()
 
@@ -77,6 +78,7 @@ class _Agent:
         self.program = program
         self._launcher = os.getppid()
         self._prctl = ctypes.CDLL(None).prctl
+        # A real-time signal, which launchers do not send to ranks.
         self._parent_gone = int(signal.SIGRTMIN) + 1
         self._ends = -1
         folder = os.environ.get("MPISHARD_JOB_FOLDER", "")
@@ -91,6 +93,7 @@ class _Agent:
         forwarded: set[int] = {*_FORWARDED, signal.SIGCONT}
         awaited = forwarded | {signal.SIGCHLD, signal.SIGALRM, self._parent_gone}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Before the fork, so that no signal gets lost between the fork and the wait.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
         self._prctl(_PR_SET_PDEATHSIG, self._parent_gone)
         agent = os.getpid()
@@ -105,6 +108,7 @@ class _Agent:
         if child == 0:
             try:
                 self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                # The agent has ended before the call of prctl, which sends nothing afterwards.
                 if os.getppid() != agent:
                     os._exit(1)
                 for number in (signal.SIGPIPE, signal.SIGXFSZ):  # this Python ignores them
@@ -121,11 +125,13 @@ class _Agent:
             os._exit(code)
         import resource
 
+        # The rank has dumped its core: this process must not write another one over it.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(agent, -code)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # Only reached if the signal does not end a process by default.
         os._exit(128 - code)
 
     def _wait(self, child: int, awaited: set[int], forwarded: set[int]) -> int:
@@ -157,6 +163,7 @@ class _Agent:
     def _note(self, *words: object) -> None:
         if self._ends >= 0:
             with suppress(OSError):  # a full disk: the launcher's exit code must do
+                # One write in append mode, so that the lines of several agents do not mix.
                 os.write(self._ends, f"{self.rank} {' '.join(map(str, words))}\n".encode())
 
 
@@ -217,11 +224,13 @@ def _copy(log: int, targets: dict[int, int]) -> None:
     outputs = {target: _Output(target) for target in targets.values()}
     to_log = _Output(log)
     while targets:
-        is_held = any(output.held for output in outputs.values())
-        events = waiting.poll(_LINE_SECONDS if is_held else None, maxevents=1)
+        is_incomplete = any(output.incomplete for output in outputs.values())
+        # One event at a time, because together their order would be that of the descriptors.
+        events = waiting.poll(_LINE_SECONDS if is_incomplete else None, maxevents=1)
         for source, event in events:
             output = outputs[targets[source]]
             for other in outputs.values():
+                # The incomplete line of the other stream was written before this packet.
                 if other is not output:
                     other.flush()
             while data := os.read(source, _PACKET):
@@ -244,19 +253,19 @@ class _Output:
 
     def __init__(self, handle: int) -> None:
         self.error: OSError | None = None
-        self.held = b""
+        self.incomplete = b""
         self._handle = handle
 
     def write_lines(self, data: bytes) -> None:
-        """Write whole lines and hold the rest: launchers mix the pieces of several ranks."""
-        data = self.held + data
+        """Write whole lines and keep the rest: launchers mix the output of several ranks."""
+        data = self.incomplete + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        self.held = data[end:]
+        self.incomplete = data[end:]
         self.write(data[:end])
 
     def flush(self) -> None:
-        """Write the rest that is held."""
-        data, self.held = self.held, b""
+        """Write the incomplete line."""
+        data, self.incomplete = self.incomplete, b""
         self.write(data)
 
     def write(self, data: bytes) -> None:

@@ -68,6 +68,7 @@ class RankProcess:
         except OSError:
             return False
         caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+        # A mask with signal n at bit n - 1: proc(5).
         return bool(int(caught, 16) >> (number - 1) & 1)
 
 
@@ -116,6 +117,7 @@ class RankProcesses:
             with self._file.open("rb") as file:
                 file.seek(self._read)
                 lines = file.read().splitlines(keepends=True)
+        # No agent has started yet.
         except FileNotFoundError:
             return []
         started = []
@@ -138,6 +140,7 @@ class RankProcesses:
             else:
                 process.exit_code, process.ended_at = int(values[0]), float(values[1])
                 self.ended.append(process)
+                # Two agents may write in another order than that in which their ranks ended.
                 self.ended.sort(key=lambda other: other.ended_at)
         return started
 
@@ -145,6 +148,7 @@ class RankProcesses:
         """Wait until every rank has ended, as ranks do after their launcher."""
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
+            # Before the file is read: an agent that has ended by now has written its last line.
             running = [process for process in self.running if process.is_running()]
             self.look()
             if not running:
@@ -154,6 +158,7 @@ class RankProcesses:
 
 def _is_running(pid: int) -> bool:
     try:
+        # Not kill(pid, 0), which also finds a process that has ended and waits for its parent.
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return False

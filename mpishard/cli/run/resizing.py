@@ -25,8 +25,10 @@ from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.wording import counted, refuse
 
 _SOCKET = ".resize"
-_WORD_SECONDS = 1.0
-_WORD_BYTES = 32
+_REQUEST_SECONDS = 1.0
+# The request is a number and a line break; more bytes are those of another program.
+_REQUEST_BYTES = 32
+# Rare, because each check starts an ssh for each host.
 _HOSTS_SECONDS = 60.0
 """Time between two checks whether lost hosts answer again."""
 
@@ -40,10 +42,10 @@ def _request_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
     OSError
         If the folder cannot be opened.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        held.callback(os.close, handle)
-        new = held.enter_context(socket.socket(socket.AF_UNIX))
+        stack.callback(os.close, handle)
+        new = stack.enter_context(socket.socket(socket.AF_UNIX))
         # The folder's own path may be longer than the 107 characters of an address.
         yield new, f"/proc/self/fd/{handle}/{_SOCKET}"
 
@@ -69,12 +71,14 @@ def resize(
         refuse("resize", f"a job has at least one rank, got -n {ranks}")
     if not run.is_dir():
         refuse("resize", f"there is no folder {run}")
+    # The answer if the connection ends without one, because `mpishard run` was killed.
     text, code = "the job has ended", 1
     try:
         with _request_socket(run) as (connection, address):
             connection.connect(address)
             connection.sendall(f"{ranks}\n".encode())
             for line in connection.makefile():
+                # Lines without a code report the progress of the change.
                 text, code = json.loads(line)
                 if code is not None:
                     break
@@ -179,8 +183,8 @@ class Resizing:
         try:
             connection, _ = self.sockets[0].accept()
             # The supervisor must not wait for a program that connects and sends nothing.
-            connection.settimeout(_WORD_SECONDS)
-            request = Request(int(connection.recv(_WORD_BYTES)), connection)
+            connection.settimeout(_REQUEST_SECONDS)
+            request = Request(int(connection.recv(_REQUEST_BYTES)), connection)
         except (OSError, ValueError):  # the command has ended, or another program connected
             return False
         if self.request is None and not is_ending and request.ranks == self.ranks:
@@ -211,6 +215,7 @@ class Resizing:
         request = Request(0, None, self._answers.pop())
         request.ranks = min(self.wanted, self._slots(request))
         least, most = _resumable_by(logs())
+        # Saving costs time: only for more ranks than now, and if the run can resume with them.
         if not (self.ranks < request.ranks and least <= request.ranks <= most):
             return False
         self.request = request
@@ -266,5 +271,5 @@ class Resizing:
 
 def _resumable_by(logs: Mapping[int, RankLogs]) -> tuple[int, int]:
     """Return the fewest and the most ranks that can resume; (0, 0) if no rank is saving."""
-    said = (log.resumable_by for log in logs.values() if log.resumable_by[0])
-    return next(said, (0, 0))
+    bounds = (log.resumable_by for log in logs.values() if log.resumable_by[0])
+    return next(bounds, (0, 0))

@@ -145,7 +145,8 @@ class Restarts:
             most = min(self.limits.max_ranks or self.ranks, slots)
             self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
             outcome = self.start(number - 1, ranks, hosts)
-            lines, code = outcome.verdict.lines, outcome.verdict.code
+            lines, code = outcome.result.lines, outcome.result.code
+            # A change of ranks is no failure: it takes no restart away, and needs no pause.
             if (change := self._change(outcome)) is not None:
                 ranks, lost, text = change
                 hosts = [host for host in self.hosts if host.name not in lost][:ranks]
@@ -164,10 +165,12 @@ class Restarts:
                 self._say_all(lines)
                 break
             self._say_all(lines[:-1])
+            # After the end of the ranks, because the loss of a host may have been its cause.
             lost = self.find_lost()
             hosts = [host for host in self.hosts if host.name not in lost]
             if self.hosts:
                 ranks = min(self.limits.max_ranks or self.ranks, sum(host.slots for host in hosts))
+            # The search takes seconds, in which a signal may have come.
             if self.received:
                 self.say(outcome.cause)
                 return self._interrupted()
@@ -186,26 +189,30 @@ class Restarts:
             if self.received:
                 return self._interrupted()
         if len(failures) > 1:
+            # Later starts may fail for reasons that follow from the first, such as a lost host.
             first = failures[0]
             which = "the first start" if failed_first == 1 else f"start {failed_first}"
             logs = "" if first.logs is None else f" (logs: {first.logs})"
             text = f"the job failed for good, after {counted(len(failures) - 1, 'restart')}"
             self.say(f"{text}; root cause, in {which}: {first.cause}{logs}")
-        return failures[-1].verdict.code
+        return failures[-1].result.code
 
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
         """Return ranks, lost hosts and a message if the job continues with other ranks."""
-        resizing, code = self.resizing, outcome.verdict.code
+        resizing, code = self.resizing, outcome.result.code
         request, now, before = resizing.request, resizing.ranks, resizing.before
         if request is None:
             return None
         is_to_end = self.received or notice.is_given
+        # The ranks have saved for the request. A notice of preemption would end the job.
         if code == settings.EXIT_PREEMPTED and not (before or is_to_end):
             resizing.before, self.ranks = now, request.ranks
+            # The number that was asked for is now the most ranks of later restarts, too.
             self.limits = replace(self.limits, max_ranks=None)
             ranks = counted(request.ranks, "rank")
             text = f"the ranks have saved; the job continues with {ranks} instead of {now}"
             return request.ranks, request.lost, text
+        # The new ranks have failed before they trained: back to the number that worked.
         if before and not (self.received or code in _NO_FAILURES):
             self.ranks = before
             ranks = counted(now, "rank")
@@ -229,6 +236,7 @@ class Restarts:
         """Wait until the time is over or a signal comes."""
         end = time.monotonic() + seconds
         while not self.received and (left := end - time.monotonic()) > 0:
+            # In short sleeps, because a sleep goes on after the handler of a signal: PEP 475.
             time.sleep(min(left, _GLANCE_SECONDS))
 
     def _interrupted(self) -> int:
@@ -244,6 +252,7 @@ class Restarts:
 _ANSWER_SECONDS = 15.0
 
 _STATE = re.compile(r"([a-z_]+)(\W*)")
+# Short states of sinfo(1) of nodes whose jobs run on.
 _USABLE = ("alloc", "mix", "idle", "comp", "drng", "plnd", "resv")
 _AWAY = "*~#%!"
 """Marks of SLURM behind the state of a node that does not respond, or has no power."""
@@ -274,6 +283,7 @@ def find_lost_hosts(
         command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "-o", "%N %t"]
         (answer,) = _answers_of([command], received)
         states = dict(line.split(maxsplit=1) for line in answer.out.splitlines() if " " in line)
+        # A controller that does not answer says nothing about the nodes.
         if answer.code != 0:
             return []
         found = {name: _STATE.fullmatch(states.get(name, "").strip()) for name in names}
@@ -284,6 +294,7 @@ def find_lost_hosts(
         ]
     shell = shlex.split(settings.remote_shell(launcher.is_hydra))
     if Path(shell[0]).name == "ssh":
+        # A host that asks for a password cannot start a rank, and nobody would answer it.
         shell += ["-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     others = [name for name in names if not _is_this_machine(name)]
     answers = _answers_of([[*shell, name, "true"] for name in others], received)
@@ -292,6 +303,7 @@ def find_lost_hosts(
 
 def allocated_hosts(ranks: int) -> list[Host]:
     """Return the nodes of the SLURM allocation, each with its share of ``ranks``."""
+    # scontrol expands the ranges of SLURM_JOB_NODELIST, such as n[1-4].
     (answer,) = _answers_of([["scontrol", "show", "hostnames"]], ())
     names = [] if answer.code != 0 else answer.out.split()
     return [Host(name, -(-ranks // len(names))) for name in names]
@@ -306,6 +318,7 @@ def _is_this_machine(name: str) -> bool:
             name, 0, type=socket.SOCK_DGRAM
         ):
             with suppress(OSError), socket.socket(family, kind, protocol) as end:
+                # A socket can be bound to an address of this machine only.
                 end.bind(address)
                 return True
     return False

@@ -71,6 +71,7 @@ def _unmapped(paths: Iterable[Path], processes: Path = Path("/proc")) -> dict[Pa
     for path in paths:
         with suppress(FileNotFoundError):  # its job has just ended
             status = path.lstat()
+            # No links, through which another file could be meant.
             if stat.S_ISREG(status.st_mode):
                 found[path] = status
     # Read after the files were listed, because a job may have mapped one meanwhile. Compared by

@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,10 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mpishard.base import settings
-from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
+from mpishard.cli.run.job_report import JobEnd, JobResult, Outcome, interrupted
 from mpishard.cli.run.launcher import Launcher
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs
 from mpishard.cli.run.notice import notice
@@ -175,6 +175,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # In a session of its own it outlives a signal to the group of this process.
             start_new_session=True,
         )
         started = time.monotonic()
@@ -194,6 +195,7 @@ class Supervisor:
         code = job.wait()
         self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)  # of the time to save
+        # The launcher may end before the agents have noted the last ends.
         processes.wait_for_all()
         for process in processes.running:  # they would write to the files of the next start
             process.send(signal.SIGKILL)
@@ -201,7 +203,9 @@ class Supervisor:
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started
+        # After this line the janitor has nothing to do.
         janitor.communicate(b"the job has ended\n")
+        # No rank has started on this machine, where all were to run.
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
             why = f"{self.launcher.program} ended with code {code}; read its messages first"
             self._not_started(0, why)
@@ -209,6 +213,7 @@ class Supervisor:
 
     def _judge(self, launcher_code: int, seconds: float) -> Outcome:
         processes, records = self._processes, records_in(self._folder)
+        # Reports of ranks that had closed their stderr.
         with suppress(OSError):  # no rank has left any
             text = (self._folder / UNPRINTED).read_text(errors="replace")
             sys.stderr.write(text)
@@ -229,22 +234,23 @@ class Supervisor:
             hosts=() if self.launcher.is_slurm else self.hosts,
             survives=self.survives,
         )
-        verdict = end.judge()
+        result = end.judge()
         if self._reason:
-            verdict = Verdict(settings.EXIT_FAILURE, (self._reason,))
-        has_saved = self._saves_since is not None and verdict.code in _SAVED
+            result = JobResult(settings.EXIT_FAILURE, (self._reason,))
+        # A job that has saved after SIGTERM ends with its own code, as after SIGUSR1.
+        has_saved = self._saves_since is not None and result.code in _SAVED
         if self.received and not has_saved:
-            verdict = interrupted(self.received[0], logs)
+            result = interrupted(self.received[0], logs)
         if self.log_folder is not None:
             try:
-                for rank, log in logs.items() if verdict.code else ():
+                for rank, log in logs.items() if result.code else ():
                     path = self.log_folder / f"rank-{rank}.calls.txt"
                     path.write_text(log.text(), encoding="utf-8")
-                text = json.dumps(end.summary(verdict))  # for `mpishard watch`
+                text = json.dumps(end.summary(result))  # for `mpishard watch`
                 (self.log_folder / ENDED).write_text(text, encoding="utf-8")
             except OSError as error:  # a full disk: the job has ended as it has
-                say(self.name, f"--log-dir: the logs do not tell how the job ended: {error}")
-        return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
+                say(self.name, f"--log-dir: the logs do not say how the job ended: {error}")
+        return Outcome(result, end.cause(result), end.called_init, seconds, self.log_folder)
 
     # ------------------------------------------------------------------------------------ watching
 
@@ -342,7 +348,7 @@ class Supervisor:
     def _handle_signals(self) -> None:
         handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
             **dict.fromkeys(_FORWARDED, self._forward),
-            signal.SIGQUIT: self._ask,
+            signal.SIGQUIT: self._request_reports,
             signal.SIGUSR1: self._give_notice,
         }
         signal.signal(signal.SIGALRM, self._after_grace)
@@ -353,6 +359,7 @@ class Supervisor:
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+        # Schedulers send SIGTERM some time before they kill, which is enough to save.
         if number == signal.SIGTERM:
             now = time.monotonic()
             savers = self._savers() if self._saves_since is None else []
@@ -387,7 +394,7 @@ class Supervisor:
     def _wait(self, launcher: int, seconds: float) -> None:
         """Wait until the job ends, a request for another number of ranks comes, or time is up."""
         resizing = self.resizing
-        watched: list[Any] = [launcher, *resizing.sockets]
+        watched: list[int | socket.socket] = [launcher, *resizing.sockets]
         is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
         is_ending = self._is_ending or notice.is_given or bool(self.received)
         if is_asked:
@@ -405,6 +412,7 @@ class Supervisor:
                 process.send(signal.SIGUSR1)
             if not savers:  # they run on other machines
                 self._signal_job(signal.SIGUSR1)
+        # A rank in optimize(checkpoint=FOLDER) trains again: the change is complete.
         elif resizing.before and any(log.is_saving for log in self._logs().values()):
             resizing.end(f"the job continues with {counted(self.world_size, 'rank')}", 0)
 
@@ -419,6 +427,7 @@ class Supervisor:
         self._is_ending = True
 
     def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
+        # The time to save is over: now the job is ended as by any signal.
         if not self._is_ending:
             say(self.name, f"the ranks have not saved within {_SAVE_SECONDS:g} s")
             self._end(signal.SIGTERM)
@@ -428,7 +437,7 @@ class Supervisor:
         for process in self._processes.running:
             process.send(signal.SIGKILL)
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+    def _request_reports(self, _number: int, _frame: FrameType | None) -> None:
         """Make the ranks of this machine report what they do. The job continues."""
         running = self._processes.running
         # SIGQUIT would end a process without a handler, such as a rank before init.

@@ -7,12 +7,12 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from mpishard.base import as_positive, settings
-from mpishard.cli.run.job import Job
+from mpishard.cli.run.job import RunJob
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
@@ -30,7 +30,7 @@ _TARGET = (
 _ARGUMENTS = "Of a script, after --; it takes -n, --steps and --tolerance only."
 
 
-def _flag(help_text: str, minimum: int | None = None) -> Any:
+def _flag(help_text: str, minimum: int | None = None) -> object:
     """Return an option whose help text has its default."""
     return typer.Option(help=help_text, min=minimum, show_default=False)
 
@@ -73,6 +73,7 @@ def verify(
     check_start("verify", "start verify without mpirun")
     if tolerance is not None:
         with refusing("verify"):
+            # NaN would make everything different, and infinity everything equal.
             as_positive("--tolerance", tolerance)
     if target.endswith(".py"):
         names = {"strategy", "precision", "seed", *SIZES}
@@ -104,20 +105,22 @@ def _refuse_given(context: typer.Context, names: Collection[str], why: str) -> N
     """Refuse flags among ``names`` that the user has given."""
     for name in context.params:
         source = context.get_parameter_source(name)
+        # By its source, because the user may give a flag the value of its default.
         if name in names and source is not None and source.name == "COMMANDLINE":
             refuse("verify", f"--{name.replace('_', '-')} {why}")
 
 
 def _verify_factory(job: VerifyJob) -> bool:
-    """Train alone and on the ranks, print the comparison, and tell whether they agree."""
+    """Train alone and on the ranks, print the comparison, and return True if they agree."""
     job.write(job)
     reference, program = (f"{__package__}.{name}" for name in ("reference", "ranks"))
     folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
     # Made before training alone, because it refuses more ranks than can be started.
-    started = Job("verify", [program, folder], ranks, is_module=True) if is_mpi else None
+    started = RunJob("verify", [program, folder], ranks, is_module=True) if is_mpi else None
+    # The reference has printed the reason, and without it nothing can be compared.
     if _run(reference, folder):
         raise typer.Exit(2)
-    job = VerifyJob.read(job.folder)  # which the reference has settled
+    job = VerifyJob.read(job.folder)  # the reference has completed it
     code = _run(program, folder) if started is None else started.run()
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     where = f"{job.strategy}{job.mesh} on {whom}"
@@ -126,6 +129,7 @@ def _verify_factory(job: VerifyJob) -> bool:
         _fail(where, code or 1)
     how = f"{counted(job.steps, 'step')} of {job.rule}"
     typer.echo(f"{job.target}: {where} against training alone, {how}, {found.dtype}")
+    # All steps may agree, and the job fail after them, as in shutdown.
     is_equal = _show(found)
     if code:
         _fail(where, code)
@@ -133,15 +137,16 @@ def _verify_factory(job: VerifyJob) -> bool:
 
 
 def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: float | None) -> bool:
-    """Run a script on one rank and on ``ranks``, print a comparison, and tell if they agree."""
+    """Run a script on one rank and on ``ranks``; print a comparison, return True if they agree."""
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
-        alone, together = (Recording(Path(folder, f"{i}"), n) for i, n in enumerate((1, ranks)))
-        for recording in (alone, together):
+        alone, on_ranks = (Recording(Path(folder, f"{i}"), n) for i, n in enumerate((1, ranks)))
+        for recording in (alone, on_ranks):
             recording.folder.mkdir()
             variables = {"MPISHARD_VERIFY": f"{steps}:{recording.folder}"}
-            code = Job("verify", words, recording.ranks, variables=variables).run()
+            code = RunJob("verify", words, recording.ranks, variables=variables).run()
             where = f"{words[0]} on {counted(recording.ranks, 'rank')}"
-            if code and recording is together:
+            # The script has run on one rank: that it fails on several is a difference, exit code 1.
+            if code and recording is on_ranks:
                 _fail(where, code)
             if code:
                 refuse("verify", f"{where} ended with exit code {code}: see above")
@@ -152,7 +157,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
                     "of mpishard is verified by a factory, as file.py:factory",
                 )
         try:
-            found = compare_steps(alone, together, tolerance)
+            found = compare_steps(alone, on_ranks, tolerance)
         except ValueError as error:
             typer.echo(f"DIFFERENT: {error}")
             return False
@@ -166,7 +171,7 @@ def _fail(where: str, code: int) -> NoReturn:
 
 
 def _show(found: Comparison) -> bool:
-    """Print a comparison, and tell whether all agree."""
+    """Print a comparison, and return True if all agree."""
     show(found.table())
     typer.echo("\n".join(found.lines()))
     return found.is_equal
@@ -177,10 +182,12 @@ def _kind_of_ranks() -> Literal["mpi", "memory"]:
     mpi = MPIInstallation.of_this_python()
     if mpi.launcher is not None:
         return "mpi"
+    # Threads run the same engine and stores, so that a comparison is still worth its time.
     say("verify", f"uses threads, because MPI cannot be started here: {mpi.error}")
     return "memory"
 
 
 def _run(module: str, folder: str) -> int:
     """Run a module in a process with this one's output, and return its exit code."""
+    # No shared state: a model may keep caches, and a factory may change its modules.
     return subprocess.run([sys.executable, "-m", module, folder], check=False).returncode

@@ -69,6 +69,7 @@ class Comparison:
         figures = [Column(name, justify="right") for name in titles]
         table = Table(*texts, *figures, box=None, pad_edge=False)
         shown = self._shown()
+        # Stable, so that parameters with equal errors keep the order of the model.
         for i in np.argsort(-shown.max(axis=(0, 1, 2)), kind="stable"):
             mine = shown[..., i]
             steps = np.flatnonzero((mine > self.tolerance).any(axis=(0, 1)))
@@ -80,6 +81,7 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the other errors, their cause if there is a difference, and the verdict."""
+        # Only a factory's comparison has these; a script's has its gradients in the table.
         others = [
             kind for kind in ("losses", "own gradients", "predictions") if kind in self.errors
         ]
@@ -135,6 +137,7 @@ def relative_error(actual: Scalar, expected: Scalar, floor: float = 1.0) -> floa
         return np.inf
     if np.size(expected) == 0:
         return 0.0
+    # In float64, so that the comparison adds no rounding of its own.
     difference = np.max(np.abs(np.subtract(actual, expected, dtype=np.float64)))
     # A gradient may be 0, and its floor with it.
     scale = max(floor, float(np.max(np.abs(expected)))) or 1.0
@@ -163,7 +166,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The steps of one job: each rank's parts of gradients and of parameters.
+    """The steps of one job: each rank's pieces of gradients and of parameters.
 
     Parameters
     ----------
@@ -181,15 +184,15 @@ class Recording:
         """Number of steps that rank 0 completed."""
         return sum(1 for _ in self.folder.glob("parameters-*-0.npz"))
 
-    def parts(self, kind: str, step: int, rank: int = 0) -> list[tuple[str, slice, Array]]:
-        """Return name, flat range and values of each part of a rank."""
+    def pieces(self, kind: str, step: int, rank: int = 0) -> list[tuple[str, slice, Array]]:
+        """Return name, flat range and values of each piece of a rank."""
         with np.load(self.folder / f"{kind}-{step}-{rank}.npz") as found:
             keys = [key.rsplit("/", 2) for key in found]
             return [(n, slice(int(i), int(j)), found[f"{n}/{i}/{j}"]) for n, i, j in keys]
 
 
-def compare_steps(alone: Recording, together: Recording, tolerance: float | None) -> Comparison:
-    """Compare all ranks' parts in the steps that both jobs made.
+def compare_steps(alone: Recording, on_ranks: Recording, tolerance: float | None) -> Comparison:
+    """Compare all ranks' pieces in the steps that both jobs made.
 
     Errors of gradients are relative to the largest element of the step's whole gradient, those of
     parameters to their own largest element, or to 1. An element of a gradient below 10 times the
@@ -201,34 +204,37 @@ def compare_steps(alone: Recording, together: Recording, tolerance: float | None
     ValueError
         If they made different numbers of steps, or have different parameters.
     """
-    first = alone.parts("parameters", 1)
-    # By name, because each world cuts the parameters into other parts.
-    names, others = ({name for name, _, _ in p} for p in (first, together.parts("parameters", 1)))
+    first = alone.pieces("parameters", 1)
+    # By name, because each world cuts the parameters into other pieces.
+    names, others = ({name for name, _, _ in p} for p in (first, on_ranks.pieces("parameters", 1)))
     steps = alone.steps
-    if together.steps != steps or others != names:
+    if on_ranks.steps != steps or others != names:
         raise ValueError(
-            f"one rank made {counted(steps, 'step')} and {together.ranks} ranks made "
-            f"{together.steps}, of {len(names)} and {len(others)} parameters"
+            f"one rank made {counted(steps, 'step')} and {on_ranks.ranks} ranks made "
+            f"{on_ranks.steps}, of {len(names)} and {len(others)} parameters"
         )
     dtype = first[0][2].dtype.name
     limit = tolerance or default_tolerance(dtype)
     numbers = {name: i for i, (name, _, _) in enumerate(first)}
-    errors = {kind: np.zeros((together.ranks, steps + 1, len(numbers))) for kind in _CAUSES}
+    errors = {kind: np.zeros((on_ranks.ranks, steps + 1, len(numbers))) for kind in _CAUSES}
     is_signal = [np.ones(whole.shape, bool) for _, _, whole in first]
     for step in range(1, steps + 1):
-        whole = {kind: [part for _, _, part in alone.parts(kind, step)] for kind in _CAUSES}
+        # One step at a time, because all steps of a large model would not fit into memory.
+        whole = {kind: [piece for _, _, piece in alone.pieces(kind, step)] for kind in _CAUSES}
         largest = max(float(np.abs(g).max(initial=0)) for g in whole["gradients"])
         for signal, gradient in zip(is_signal, whole["gradients"], strict=True):
             if gradient.size:
+                # For good, because all later values of the element have this noise in them.
                 signal[...] &= np.abs(gradient) >= 10 * limit * largest
-        for kind, rank in product(_CAUSES, range(together.ranks)):
-            for name, own, part in together.parts(kind, step, rank):
+        for kind, rank in product(_CAUSES, range(on_ranks.ranks)):
+            for name, own, piece in on_ranks.pieces(kind, step, rank):
                 i, at = numbers[name], errors[kind][rank, step]
                 expected, keep = whole[kind][i][own], is_signal[i][own]
                 if kind == "gradients":
-                    error = relative_error(part, expected, largest)
+                    error = relative_error(piece, expected, largest)
                 else:
-                    error = relative_error(part[keep], expected[keep])
+                    error = relative_error(piece[keep], expected[keep])
+                # A rank may have several pieces of one parameter.
                 at[i] = max(at[i], error)
     return Comparison(
         # Names of further models in one optimizer keep a number.

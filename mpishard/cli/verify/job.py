@@ -71,7 +71,7 @@ class VerifyJob:
 
     @property
     def data_size(self) -> int:
-        """Number of ranks, or groups of ranks, among which a batch is dealt."""
+        """Number of ranks, or of groups of ranks, that divide a batch among them."""
         return self.sizes[-1]
 
     def options(self, problem: Problem) -> dict[str, Any]:
@@ -95,6 +95,7 @@ class VerifyJob:
 
     def write(self, value: object, name: str = "job") -> None:
         """Write the job, or a result of it, to the folder, for `read`."""
+        # Pickle, because only processes of this command read the file.
         (self.folder / name).write_bytes(pickle.dumps(value))
 
     @staticmethod
@@ -129,6 +130,7 @@ class VerifyJob:
     def checksum(self, *arrays: Array) -> int:
         """Return a checksum, to compare the samples of a rank with those of training alone."""
         value = 0
+        # The shape counts too: the same bytes in another shape are other samples.
         for array in arrays:
             host = np.ascontiguousarray(to_host(array))
             if self.precision is not None and host.dtype.kind == "f":

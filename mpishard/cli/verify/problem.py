@@ -78,6 +78,7 @@ class Problem:
     x: Any
     y: Any
     loss: ILossFunction | None = None
+    # With momentum, so that by default the state of an optimizer is compared, too.
     optimizer: Optimizer = field(default_factory=lambda: SGD(1e-3, momentum=0.9))
     batch_size: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class Problem:
         """Return names, shapes and places of the parameters, if the model knows them."""
         table = getattr(self.model, "parameter_table", None)
         named = getattr(self.model, "parameter_entries", getattr(table, "entries", None))
+        # A black box has one vector, and the table one row.
         return tuple(named) if named else (ParameterEntry("parameters", (length,), 0),)
 
 
@@ -102,6 +104,7 @@ def load_factory(target: str) -> Factory:
     TargetError
         If there is none.
     """
+    # The last colon, because a path may have one.
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
         places = "package.module:factory or file.py:factory"
@@ -109,6 +112,7 @@ def load_factory(target: str) -> Factory:
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     factory = getattr(module, name, None)
     if factory is None:
+        # Also functions that the module has imported: the factory may be one of them.
         there = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
         text = f"its functions are {', '.join(there)}" if there else "it has no function at all"
         raise TargetError(f"{place} has no {name!r}\n{text}")
@@ -152,6 +156,7 @@ def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
     names, factory_name = inspect.signature(factory), getattr(factory, "__name__", "factory")
     named = {} if dtype is None else {"dtype": dtype}
     try:
+        # Bound, and not called: a TypeError from inside the factory is the user's to see.
         names.bind(seed, **named)
     except TypeError:
         text = f"{factory_name}({', '.join(names.parameters)}) must take a seed\n{_RETURNS}"
@@ -196,6 +201,7 @@ def _faults(given: Any, dtype: str | None) -> Iterator[str]:
 
 def _faults_of_model(model: UserModel, dtype: str | None) -> Iterator[str]:
     name = type(model).__name__
+    # It would also make the reference train on ranks.
     if isinstance(model, ShardedModelBase):
         text = "return the plain model: verify wraps it"
         yield f"the model of factory(seed) is sharded already, as {name}\n{text}"
@@ -205,6 +211,7 @@ def _faults_of_model(model: UserModel, dtype: str | None) -> Iterator[str]:
     if missing:
         text = "docs/bring-your-own-model.md describes the members of a model"
         yield f"the model of factory(seed), a {name}, has no {' and no '.join(missing)}\n{text}"
+    # Called here, because the reference would fail on it with an error of NumPy.
     vector = model.get_parameters()
     found = getattr(vector, "dtype", type(vector).__name__)
     if not isinstance(vector, np.ndarray) or vector.ndim != 1 or vector.dtype.kind != "f":
@@ -219,6 +226,7 @@ def _faults_of_model(model: UserModel, dtype: str | None) -> Iterator[str]:
 def _faults_of_options(options: Mapping[str, object]) -> Iterator[str]:
     where = "the dict of factory(seed)"
     for name in options:
+        # The command needs the mesh before it calls the factory, to start its ranks.
         if name in SIZES:
             flag = "--" + name.replace("_", "-")
             yield f"{where} has {name!r}, a size of the mesh\ngive {flag} to the command"
@@ -226,6 +234,7 @@ def _faults_of_options(options: Mapping[str, object]) -> Iterator[str]:
             text = f"known are {', '.join(OPTIONS)}{nearest(str(name), OPTIONS)}"
             yield f"{where} has {name!r}\n{text}"
     rule = options.get("optimizer", SGD())
+    # Not isinstance: a subclass may update otherwise than the textbook does.
     if type(rule) not in RULES:
         found = f"an object of {type(rule).__name__}"
         if isinstance(rule, type):

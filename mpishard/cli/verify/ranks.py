@@ -20,8 +20,10 @@ from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Layer
+from mpishard.optimizers import ShardedOptimizerBase
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
+# Causes come before their effects: of the first step that differs, the first kind is explained.
 _CAUSES = {
     "start": "{ranks} got other first parameters than a process alone: factory(seed) must depend "
     "on its seed and on nothing else",
@@ -59,8 +61,9 @@ def compare(
     entries = problem.entries(start.size)
     model, optimizer = _wrapped(backend, job, problem)
     # Norms under mixed precision, because `rounding_bounds` knows a bound for norms alone.
-    size: Any = np.linalg.norm if job.precision else _largest
+    size = _norm if job.precision else _largest
     columns = {"parameters": len(entries), "own gradients": len(entries)}
+    # Without "start", which explains wrong parameters of step 0 and has no errors of its own.
     mine = {kind: np.zeros((job.steps + 1, columns.get(kind, 1))) for kind in [*_CAUSES][1:]}
     mine["parameters"][0] = _errors(entries, start, reference.parameters[0])
     for step in range(job.steps):
@@ -78,10 +81,12 @@ def compare(
                 sizes = [size(error[entry.start : entry.stop]) for entry in entries]
                 mine["own gradients"][step + 1] = [relative_error(s, 0.0, whole) for s in sizes]
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
+        # A black box may return no loss.
         if not np.isnan(reference.losses[step]):
             mine["losses"][step + 1] = relative_error(loss, reference.losses[step])
         full = model.gather_full_parameters()
         mine["parameters"][step + 1] = _errors(entries, full, reference.parameters[step + 1])
+        # What ranks compute with must be the rounded values of what they own.
         if job.precision:
             mine["copies"][step + 1] = _wrong_copies(model)
     if reference.predictions.size:
@@ -106,7 +111,9 @@ def compare(
     )
 
 
-def _wrapped(backend: CommunicationBackend, job: VerifyJob, problem: Problem) -> tuple[Any, Any]:
+def _wrapped(
+    backend: CommunicationBackend, job: VerifyJob, problem: Problem
+) -> tuple[Any, ShardedOptimizerBase]:
     """Return the sharded model and its optimizer. Collective."""
     config = ShardingConfiguration(
         backend,
@@ -166,12 +173,17 @@ def _leaves(layer: Layer) -> list[Layer]:
     return inner or [layer]
 
 
+def _norm(values: Array) -> float:
+    return float(np.linalg.norm(values))
+
+
 def _largest(values: Array) -> float:
     return float(np.abs(values).max(initial=0))
 
 
 def _errors(entries: Sequence[ParameterEntry], actual: Array, expected: Array) -> list[float]:
     if actual.shape != expected.shape:
+        # A model of another size cannot be cut into these parameters.
         return [np.inf] * len(entries)
     ranges = [slice(e.start, e.stop) for e in entries]
     return [relative_error(actual[each], expected[each]) for each in ranges]
@@ -183,8 +195,10 @@ def main() -> None:
     factory = load_factory(job.target)
 
     def train(backend: CommunicationBackend) -> None:
+        # In each rank, because thread-ranks must not share a model.
         problem = build_problem(factory, job.seed, "float32" if job.precision else None)
         found = compare(backend, job, problem, Reference.read(job.folder))
+        # The comparison has the errors of all ranks, and is the same on each.
         if backend.rank == 0:
             job.write(found, "comparison")
 

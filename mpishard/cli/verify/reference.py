@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mpishard.cli.verify.textbook import Textbook
 from mpishard.cli.wording import say
 from mpishard.data import take
 from mpishard.distributed import STRATEGY_OPTIONS
-from mpishard.nn import Model
+from mpishard.nn import Layer, Model
 from mpishard.tensor import check_sequence
 
 _OF_LAYERS = (
@@ -62,6 +62,7 @@ class Reference:
     def write(self, folder: Path) -> None:
         """Write the arrays to ``folder``, for `read`."""
         for name in self.__slots__:
+            # A file for each array, so that a rank maps only what it reads.
             np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
@@ -79,6 +80,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         If the loss or a gradient is not finite, or a gradient is no vector of that length.
     """
     model = problem.model
+    # A model may return its own vector, which training changes.
     theta = model.get_parameters().copy()
     textbook = Textbook(problem.optimizer, problem.entries(theta.size))
     parameters, losses, gradients, inputs = [theta], [], [], []
@@ -86,12 +88,15 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
         # They detect a factory that gives the ranks other data.
         inputs.append([job.checksum(*share) for share in shares])
+        # They tell a wrong model from a wrong update. All steps of a large model would fill a disk.
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
         indices = job.batch(step, len(problem.x))
         x, y = take(problem.x, indices), take(problem.y, indices)
 
-        def evaluate(theta: Array, step: int = step, x: Array = x, y: Array = y) -> Any:
+        def evaluate(
+            theta: Array, step: int = step, x: Array = x, y: Array = y
+        ) -> tuple[float, Array]:
             model.set_parameters(theta.copy())  # a copy, because a model may keep and change it
             loss, gradient = _gradient(problem, step, x, y)
             return loss, gradient * textbook.trained
@@ -101,6 +106,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
             text = "is not finite\nlower the learning rate, or look at the data"
             raise TargetError(f"step {step + 1} of training alone: the loss or its gradient {text}")
         theta = textbook.update(theta, loss, g, step, evaluate)
+        # A line search has left the model at its last trial.
         model.set_parameters(theta.copy())
         parameters.append(theta)
         losses.append(loss)
@@ -149,7 +155,7 @@ def fitted(job: VerifyJob, problem: Problem) -> VerifyJob:
 
 
 def _check_sequence(
-    job: VerifyJob, problem: Problem, layers: Any, input_shape: tuple[int, ...]
+    job: VerifyJob, problem: Problem, layers: Mapping[str, Layer], input_shape: tuple[int, ...]
 ) -> None:
     """Refuse sequence parallelism without sequences, or whose parts would be unequal."""
     try:
@@ -170,6 +176,7 @@ def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, A
     """Return the mean loss, NaN if the model returns none, and its gradient; 0 without samples."""
     model = problem.model
     length = model.get_parameters().size
+    # Models need not accept an empty batch, and each third step has an empty share.
     if len(x) == 0:
         return 0.0, np.zeros(length)
     loss = problem.loss or getattr(model, "default_loss_function", None)
@@ -178,6 +185,7 @@ def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, A
     elif problem.loss is None and hasattr(model, "compute_loss_and_gradients"):
         value, gradient = model.compute_loss_and_gradients(x, y)
     else:
+        # Without a loss no argument for it, because a black box need not take one.
         gradient = model.compute_gradients(x, y, *[problem.loss] * (problem.loss is not None))
         value = loss(model.predict(x), y) if loss is not None else math.nan
     if np.shape(gradient) != (length,):
@@ -192,6 +200,7 @@ def _predict(model: object, x: Array) -> Array:
     if hasattr(model, "predict"):
         with suppress(NotImplementedError):  # such as a FunctionModel without predict
             found = np.asarray(model.predict(x))
+    # Text and objects have no relative error.
     return np.zeros(0) if found is None or found.dtype.kind not in "fiub" else found
 
 
@@ -203,6 +212,7 @@ def main() -> None:
             load_factory(job.target), job.seed, "float64" if job.precision else None
         )
         job = fitted(job, problem)
+        # For the ranks: now it has the settings that the factory has returned.
         job.write(job)
         train_alone(job, problem).write(job.folder)
     except TargetError as error:

@@ -39,6 +39,7 @@ class Textbook:
         self._pairs: list[tuple[Array, Array]] = []
         self._own = [
             {
+                # In the order of the patterns, so that a later one overrides an earlier one.
                 name: value
                 for pattern, values in rule.parameter_options.items()
                 if fnmatchcase(entry.name, pattern)
@@ -53,7 +54,7 @@ class Textbook:
         self.trained = self._spread(trained)
         """True for each element that is trained."""
 
-    def _spread(self, values: Sequence[Any]) -> Array:
+    def _spread(self, values: Sequence[float]) -> Array:
         """Return one value for each element, from one for each parameter."""
         return np.repeat(values, [entry.size for entry in self._entries])
 
@@ -81,6 +82,7 @@ class Textbook:
             return self._search(theta, loss, gradient, rule.learning_rate(step), evaluate)
         if rule.clip_global_norm is not None:
             norm = float(np.linalg.norm(gradient))
+            # A gradient that is shorter than the limit keeps its length.
             gradient = gradient * (rule.clip_global_norm / max(norm, rule.clip_global_norm))
         if rule.clip_value is not None:
             gradient = np.clip(gradient, -rule.clip_value, rule.clip_value)
@@ -90,6 +92,7 @@ class Textbook:
         ]
         decay = self._spread([own.get("weight_decay", rule.weight_decay) for own in self._own])
         moved = self._spread(rates) * self._direction(theta, gradient, decay, step + 1)
+        # Not even weight decay moves frozen elements.
         after: Array = theta - self.trained * moved
         return after.astype(theta.dtype)
 
@@ -103,6 +106,7 @@ class Textbook:
             return state[name]
 
         if kind is Lion:
+            # Lion's direction has the momentum of before the step, mixed with another factor.
             before = state.get("m", 0)
             mean("m", gradient, rule.beta2)
             direction = np.sign(rule.beta1 * before + (1 - rule.beta1) * gradient) + decay * theta
@@ -119,6 +123,7 @@ class Textbook:
         if kind is RMSprop:
             square = mean("s", gradient**2, rule.beta2)
             if rule.centered:
+                # Roundings can make this variance negative, and its root NaN.
                 square = np.maximum(square - mean("m", gradient, rule.beta2) ** 2, 0)
             direction = gradient / (np.sqrt(square) + rule.epsilon)
             state["v"] = rule.momentum * state.get("v", 0) + direction
@@ -132,6 +137,7 @@ class Textbook:
         if kind is LAMB:
             for part in (slice(entry.start, entry.stop) for entry in self._entries):
                 length, own = np.linalg.norm(theta[part]), np.linalg.norm(direction[part])
+                # With a ratio of 0 a parameter that begins at 0 would never leave it.
                 if length > 0 and own > 0:
                     direction[part] *= length / own
         return direction
@@ -161,9 +167,11 @@ class Textbook:
             found -= alphas[-1] * change
         if pairs:
             step, change = pairs[-1]
+            # The scale of the first Hessian, equation 7.20.
             found *= step @ change / (change @ change)
         for (step, change), alpha in zip(pairs, reversed(alphas), strict=True):
             found += (alpha - change @ found / (step @ change)) * step
+        # Without pairs the direction is the gradient, whose length is no good first step.
         first = rate if pairs else 1 / (float(np.linalg.norm(found)) or 1.0)
         search = StrongWolfe(value, float(gradient @ found), first, _LONGEST, rule.c1, rule.c2)
         for _ in range(rule.max_line_search if search.slope < 0 else 0):

@@ -306,6 +306,7 @@ class ShardedModelMembers(_DocumentedModel):
             rank if the ranks were given different bytes. The model is unchanged then.
         """
         files = self.checkpointed()
+        # All is checked before parameters change: after an error the model is as it was.
         vector, choices = files.unpacked(data)
         self.set_parameters(vector)
         files.take_choices(choices)

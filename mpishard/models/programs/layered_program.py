@@ -26,7 +26,7 @@ from mpishard.models.programs.program import Batch, Program, Replica, unread_los
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn import Context, KeyValueCache, Layer, read_together
+from mpishard.nn import Context, KeyValueCache, Layer, deferred_checks
 from mpishard.sharding import Placement, ShardingConfiguration, build_units
 
 
@@ -130,7 +130,7 @@ class LayeredProgram(Program):
         # Refused here, because a loss would fail inside a pass, when other ranks wait for this one.
         if not isinstance(y, Samples) and getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
-        with read_together():
+        with deferred_checks():
             inputs = self._model.as_input(x)
             if len(y) != len(x):
                 raise ValueError(f"x has {len(x)} samples and y has {len(y)}")

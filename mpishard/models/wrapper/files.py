@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from mpishard import checkpoint
-from mpishard.base import Array, Metadata, to_host
+from mpishard.base import Array, DType, Metadata, to_host
 from mpishard.checkpoint import (
     COUNT,
     NUMBER,
@@ -74,7 +72,7 @@ class ModelFiles:
         return self.engine.layout.subject
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """Dtype of the arrays in files."""
         return self.engine.layout.dtype
 
@@ -121,7 +119,7 @@ class ModelFiles:
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Metadata:
         """Return the origin of the parameters and figures of their training."""
         origin = {
             "strategy": self.strategy,

@@ -68,8 +68,8 @@ def attend(
         rows = scores.shape[2] if causal else 0
         logs.append(softmax(scores, scores, scale, cached + queries.start, rows))
         weights = narrowed(scores)
-        for head, place in zip(weights, y_QMTK[:, matrices, queries], strict=True):
-            gemm(head, v[matrices, own], place)
+        for head, out in zip(weights, y_QMTK[:, matrices, queries], strict=True):
+            gemm(head, v[matrices, own], out)
     return y_QMTK, logs
 
 
@@ -113,6 +113,6 @@ def _scores(a_QMRK: Array, b_MSK: Array, like: Array) -> Array:
     """Return the products of the rows of a and b, of shape (Q, M, R, S) and the dtype of like."""
     shape = (*a_QMRK.shape[:3], b_MSK.shape[1])
     scores = NAMESPACES[type(like)].empty(shape, like.dtype)
-    for a_MRK, place in zip(a_QMRK, scores, strict=True):
-        gemm(a_MRK, b_MSK, place, b_is_turned=True)
+    for a_MRK, out in zip(a_QMRK, scores, strict=True):
+        gemm(a_MRK, b_MSK, out, b_is_turned=True)
     return scores

@@ -152,18 +152,18 @@ def norm_backward(
 _column_sums = Kernel("column_sums", _COLUMN_SUMS, 1024)
 
 
-def column_sums(values_NC: Array, *places: tuple[Array, bool]) -> None:
-    """Write, or add, the sums of ``values_NC`` over its first dim to one or two places.
+def column_sums(values_NC: Array, *targets: tuple[Array, bool]) -> None:
+    """Write, or add, the sums of ``values_NC`` over its first dim to one or two arrays.
 
     Parameters
     ----------
     values_NC : Array
         Array of shape (N, C).
-    *places : (Array, bool)
+    *targets : (Array, bool)
         1-D arrays for the sums of the first columns and, if there are two, of the other columns.
         The bool is True if the sums are added to the array's contents.
     """
-    (sums, adds), *rest = places
+    (sums, adds), *rest = targets
     others, adds_others = rest[0] if rest else (None, False)
     rows, columns = values_NC.shape
     # The kernel steps through memory by rows of this width.

@@ -160,16 +160,16 @@ class Attention(Layer):
         logsum_BGQT1 = np.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
         for rows, columns, start in self._blocks(x, cached):
-            q, k, v, place = q_BGQTK[rows], k_BGSK[columns], v_BGSK[columns], y_BGQTK[rows]
+            q, k, v, out = q_BGQTK[rows], k_BGSK[columns], v_BGSK[columns], y_BGQTK[rows]
             weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + start)
-            logsum_BGQT1[rows] = logsum.reshape(*place.shape[:-1], 1)
+            logsum_BGQT1[rows] = logsum.reshape(*out.shape[:-1], 1)
             if total is None:  # The weights are divided already.
-                _product(weights, v, place)
+                _product(weights, v, out)
                 continue
-            y_block = scratch(place)
+            y_block = scratch(out)
             _product(weights, v, y_block)
             y_block /= total.reshape(*y_block.shape[:-1], 1)
-            store(place, y_block)
+            store(out, y_block)
         return logsum_BGQT1
 
     def _softmax(
@@ -301,8 +301,8 @@ class Attention(Layer):
                 product(scores_BGSP, _joined(d), dv)
                 product(dscores_BGSP, _joined(q), dk)
             else:
-                dv += product(scores_BGSP, _joined(d), _apart(dv))
-                dk += product(dscores_BGSP, _joined(q), _apart(dk))
+                dv += product(scores_BGSP, _joined(d), _empty_like(dv))
+                dk += product(dscores_BGSP, _joined(q), _empty_like(dk))
             # The block of the first queries is the last of its samples and groups.
             if start == 0:
                 store(dk_BGSK[columns[:2]], dk_all)
@@ -506,6 +506,6 @@ def _narrow(values: Array, like: Array) -> Array:
     return rounded(values) if is_bfloat16(like) else values
 
 
-def _apart(place: Array) -> Array:
-    """Return a new array for a product that is then added to ``place``."""
-    return NAMESPACES[type(place)].empty(place.shape, place.dtype)
+def _empty_like(out: Array) -> Array:
+    """Return a new array for a product that is then added to ``out``."""
+    return NAMESPACES[type(out)].empty(out.shape, out.dtype)

@@ -20,7 +20,7 @@ class KeyValueCache:
     """Keys and values of any number of sequences, for the attention layers of one model.
 
     Memory is cut into blocks of `block_size` positions. A sequence holds as many blocks as its
-    length needs, in any places, so that sequences of different lengths share the memory without
+    length needs, anywhere in it, so that sequences of different lengths share the memory without
     gaps: Kwon et al., "PagedAttention", 2023 (arXiv:2309.06180), section 4.
 
     Layers hold no arrays. The cache belongs to the caller, who passes it in

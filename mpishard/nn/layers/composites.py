@@ -108,11 +108,13 @@ class Sequential(Layer):
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Run `backward_input` of the layers in reverse; pending lists theirs in that order."""
-        pending = []
+        pending: list[object] = []
         dx: Array | None = dy
         del dy  # held no longer than a layer needs it
         for name, child in reversed(self.children.items()):
-            assert dx is not None, "only the first layer has no input gradient"
+            if dx is None:  # the layer after this one takes tokens: none has a gradient from here
+                pending.append(None)
+                continue
             # pop and not an index, so that a layer's activations are freed as soon as it used them.
             dx, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dx)
             pending.append(child_pending)
@@ -140,7 +142,8 @@ class Sequential(Layer):
         dx: Array | None = dy
         del dy  # held no longer than a layer needs it
         for name, child in reversed(self.children.items()):
-            assert dx is not None, "only the first layer has no input gradient"
+            if dx is None:  # the layer after this one takes tokens: none has a gradient from here
+                break
             dx = child.backward(
                 p.get(name, _NONE),
                 saved.pop(),

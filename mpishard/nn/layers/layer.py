@@ -387,10 +387,10 @@ def unwritten(g: Gradients, name: str) -> Array | None:
     return g.unwritten(name) if isinstance(g, GradientTargets) else None
 
 
-def gradient_places(g: Gradients, *names: str) -> list[tuple[Array, bool]]:
+def gradient_targets(g: Gradients, *names: str) -> list[tuple[Array, bool]]:
     """Return the gradient of each name, and True if a layer must add to it; else it writes."""
-    places = []
+    targets = []
     for name in names:
-        place = unwritten(g, name)
-        places.append((g[name], True) if place is None else (place, False))
-    return places
+        target = unwritten(g, name)
+        targets.append((g[name], True) if target is None else (target, False))
+    return targets

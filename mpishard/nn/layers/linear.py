@@ -23,7 +23,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
-    gradient_places,
+    gradient_targets,
     unwritten,
 )
 from mpishard.nn.layers.products import add_column_sums, product
@@ -132,7 +132,7 @@ class Linear(Layer):
                 dw_OI[block] += part
         # On a GPU one kernel sums and writes. On the host the sum is a product with ones.
         if self.bias and is_device_array(dy_NO):
-            device_passes.column_sums(dy_NO, *gradient_places(g, "bias"))
+            device_passes.column_sums(dy_NO, *gradient_targets(g, "bias"))
         elif self.bias:
             add_column_sums(g["bias"], dy_NO)
 

@@ -30,7 +30,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
-    gradient_places,
+    gradient_targets,
 )
 from mpishard.nn.passes import bits, compiled
 
@@ -87,7 +87,7 @@ class _Norm(Layer):
     def backward_weight(self, pending: Saved, g: Gradients) -> None:
         """Add the sums over samples of dy * h and, with a bias, of dy to the gradients."""
         if is_device_array(pending):
-            device_passes.column_sums(pending, *gradient_places(g, *self.parameters))
+            device_passes.column_sums(pending, *gradient_targets(g, *self.parameters))
             return
         for name, sums_D in zip(self.parameters, pending, strict=True):
             # `g[name] += ..` would also call __setitem__, for nothing.

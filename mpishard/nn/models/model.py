@@ -33,7 +33,7 @@ from mpishard.contracts import (
     ModelMetadata,
 )
 from mpishard.data import map_arrays
-from mpishard.nn.checks import read_together
+from mpishard.nn.checks import deferred_checks
 from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
 from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_infos
 from mpishard.nn.layers.initializers import parameter_generator
@@ -417,7 +417,7 @@ class Model(PlainModelFiles, LayeredModelMembers, ILayeredModel):
             )
         require_type("loss_function", loss, ILossFunction)
         # Input and targets on a GPU are checked by one copy to the host.
-        with read_together():
+        with deferred_checks():
             x = self.as_input(x)
             loss.check_target(self._prediction_shape(x), y)
         y = map_arrays(self._put, y)

@@ -80,10 +80,12 @@ class LocalSGDOptimizer(ReplicasOptimizer):
         shards without a ``replica_size``.
     """
 
-    _refused = MappingProxyType({
-        "last_computed_gradients": "no gradient of all ranks; each replica has its own",
-        "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
-    })  # fmt: skip
+    _refused = MappingProxyType(
+        {
+            "last_computed_gradients": "no gradient of all ranks; each replica has its own",
+            "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
+        }
+    )
     _sends_gradients = False
     _setting_names = tuple(field.name for field in fields(LocalSettings))
 

@@ -67,7 +67,7 @@ def launch(
 def _kernel(function: Callable[..., None], missing: tuple[bool, ...], clips: bool) -> Kernel | None:
     """Return the kernel of a body, or None if the body cannot be one.
 
-    ``missing`` says of each array whether it is None; ``clips``, whether the gradient is clipped.
+    ``missing``: whether each array is None. ``clips``: whether the gradient is clipped.
     """
     try:
         return _Translation(function, missing, clips).kernel()

@@ -32,7 +32,7 @@ class LAMB(Adam, JointRule):
     with bias correction and u = r + weight_decay * theta, ``theta -= learning_rate * |theta| / |u|
     * u``. The ratio is 1 if a norm is 0, which the paper does not treat: a parameter that is 0 at
     first would stay 0. The norms are over the whole parameter, of which each rank may own a part;
-    they travel once per update, all together.
+    they travel in one message per update.
 
     Parameters
     ----------

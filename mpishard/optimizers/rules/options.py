@@ -145,7 +145,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
     def by_segment(
         self, segments: Sequence[Segment], weight_decay: float, *, merges: bool = True
     ) -> list[SegmentOptions]:
-        """Return the options of the segments; neighbours with equal options have them together.
+        """Return the options of the segments; neighbours with equal options share one object.
 
         With ``merges=False`` each segment has its own.
         """

@@ -37,7 +37,7 @@ class StrongWolfe:
     trials : int
         Evaluations so far.
     is_exhausted : bool
-        The last trial was an end of the bracket: no other trial can be told from it.
+        The last trial was an end of the bracket: no other trial can be distinguished from it.
     """
 
     value: float

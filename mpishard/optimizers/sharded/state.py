@@ -265,7 +265,7 @@ class ModelState(CheckpointState):
             If it is that of another model, or of other kinds.
         """
         saved.require_fit(self._trained_entries, self.model.dtype)
-        # A wrapper numbers its kinds by replicas, and the saved state tells how many there were.
+        # A wrapper numbers its kinds by replicas, and the saved state determines their number.
         self.expect(saved.arrays)
         wanted = self.arrays_to_read().keys()
         if not (saved.is_of(self.rule) or saved.arrays.keys() == wanted):

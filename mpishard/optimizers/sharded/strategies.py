@@ -264,10 +264,12 @@ class HybridShardedOptimizer(_MeshOptimizer):
     """
 
     model_class = HybridShardedModel
-    _refused = MappingProxyType({
-        "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
-        "rank holds a part that no other rank need have, so there is nothing to synchronise"
-    })  # fmt: skip
+    _refused = MappingProxyType(
+        {
+            "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
+            "rank holds a part that no other rank need have, so there is nothing to synchronise"
+        }
+    )
 
     def __init__(
         self,
@@ -322,10 +324,12 @@ class ElasticOptimizer(ShardedOptimizerBase):
 
     # In the bytes of `serialize`, too: a job that continues has the same bounds.
     _setting_names = _lasting_settings = "min_workers", "max_workers"
-    _refused = MappingProxyType({
-        "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
-        "changes, and steps keep it: there is nothing to synchronise"
-    })  # fmt: skip
+    _refused = MappingProxyType(
+        {
+            "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
+            "changes, and steps keep it: there is nothing to synchronise"
+        }
+    )
 
     def __init__(
         self,
