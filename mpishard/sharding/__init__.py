@@ -4,9 +4,8 @@ Begin with ``table.py``: the place of each parameter in the flat vector, the run
 gathered as one (units), and each rank's pieces of them.
 
 ``regions.py`` computes with boxes of tensors. ``placement.py`` relates the flat vector of a rank
-of a mesh to the model's. ``configuration.py`` holds the user's choices, and
-``numerics.py`` records what decides the bits of a result. This room imports layout,
-contracts and communication.
+of a mesh to the model's. ``configuration.py`` holds the user's choices, and ``numerics.py``
+records what decides the bits of a result. This room imports layout, contracts and communication.
 """
 
 from mpishard.sharding.configuration import ShardingConfiguration, by_node, shared_choices

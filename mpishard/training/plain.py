@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 from mpishard.base import require_type
 from mpishard.communication import InMemoryCommunicationBackend
@@ -17,7 +16,7 @@ _numbers = itertools.count()
 
 
 def train_plain(
-    rule: Optimizer, input_data: OptimizationInputData, model: Any = None
+    rule: Optimizer, input_data: OptimizationInputData, model: object = None
 ) -> OptimizationResult:
     """Train a plain model; what `Optimizer.optimize` does.
 

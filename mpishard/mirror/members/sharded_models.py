@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from mpishard.base import (
     Array,
+    Document,
     MissingInterfaceError,
     MissingMemberError,
     ShardingError,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         @property
         def _shard(self) -> LocalShard: ...
         def checkpointed(self) -> ModelFiles: ...
-        def _properties(self) -> dict[str, Any]: ...
+        def _properties(self) -> Document: ...
         def unsharded(self, root: int | None = None) -> AbstractContextManager[Any]: ...
 
 else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mpishard.base import Array, ShardingError
+from mpishard.base import Array, Document, ShardingError
 from mpishard.models.engine.update import Policy, Update
 from mpishard.models.wrapper.base import ShardedModelBase
 
@@ -130,5 +130,5 @@ class ZeRO3Model(FSDPModel):
 
     strategy: ClassVar[str] = "ZeRO-3"
 
-    def _properties(self) -> dict[str, Any]:
+    def _properties(self) -> Document:
         return {**super()._properties(), "EquivalentTo": FSDPModel.strategy}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpishard.base import Document
 from mpishard.communication import AXES, ProcessMesh
 from mpishard.contracts import ILayeredModel, UserModel
 from mpishard.models.engine.leaves import check_leaves
@@ -275,7 +276,7 @@ class MeshModel(ShardedModelBase):
         """True if ranks share a batch's computation; each computes a black box whole."""
         return isinstance(self.engine.program, MeshProgram)
 
-    def _properties(self) -> dict[str, Any]:
+    def _properties(self) -> Document:
         properties = super()._properties()
         mesh = self.mesh
         properties |= {

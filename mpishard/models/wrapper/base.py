@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from mpishard.base import (
     Array,
+    Document,
     DType,
     LeafLayout,
     ShardingError,
@@ -291,7 +292,7 @@ class ShardedModelBase(ShardedModelMembers):
         """Length of the flat vector, frozen parameters included."""
         return self.engine.placement.length
 
-    def _properties(self) -> dict[str, Any]:
+    def _properties(self) -> Document:
         """Return facts about the sharding, by the names that they have in metadata."""
         return {
             "IsDistributed": True,
