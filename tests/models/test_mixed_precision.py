@@ -273,7 +273,7 @@ def test_one_warning_gives_the_speeds_without_the_bfloat16_unit(
     caplog: Any, monkeypatch: Any, has_unit: bool, setting: str, reason: str
 ) -> None:
     monkeypatch.setattr(onednn, "processor_has_unit", lambda: has_unit)
-    monkeypatch.setattr(onednn, "_places", lambda: iter(()))
+    monkeypatch.setattr(onednn, "_candidate_paths", lambda: iter(()))
     monkeypatch.setenv("MPISHARD_ONEDNN", setting)
     onednn.library.cache_clear()
     with caplog.at_level(logging.WARNING, "mpishard"):

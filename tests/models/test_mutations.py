@@ -206,7 +206,7 @@ def gradients_of_the_first_pass_alone(patch: Patch) -> None:
 
     def mutant(self: Any, group: Any, gradients: Any, unwritten: set[str]) -> Any:
         found = original(self, group, gradients, unwritten)
-        unwritten.update(entry.name for entry in group.places)
+        unwritten.update(entry.name for entry in group.ranges)
         return found
 
     patch.setattr(LayerChain, "_targets", mutant)
