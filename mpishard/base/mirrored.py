@@ -57,7 +57,7 @@ def offer(modules: Mapping[str, str]) -> None:
 
 
 def __getattr__(name: str) -> object:
-    if name.startswith("_"):  # asked for by the import system
+    if name not in __all__:  # tools and the import system ask every module for names of theirs
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _modules:
         return getattr(importlib.import_module(_modules[name]), name)
