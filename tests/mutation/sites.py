@@ -20,7 +20,7 @@ from typing import Any
 import mpishard
 
 PACKAGE = Path(mpishard.__file__).parent
-ROOMS = ("callbacks", "models", "optimizers", "training")
+ROOMS = ("callbacks", "mirror", "models", "optimizers", "training")
 
 COLLECTIVES = {
     "allocate_arena", "allocate_shared", "progress", "receive", "receive_async", "send",
