@@ -59,7 +59,7 @@ def _ranks_of_a_node(backend: CommunicationBackend) -> int | None:
     """Return the number of ranks of each node; None if they differ or are not consecutive."""
     # From the order of ranks alone, which every rank knows: no message is needed.
     size, rest = divmod(backend.world_size, backend.node_count)
-    # Ranks dealt to nodes in turn would make replicas whose messages all cross nodes.
+    # Ranks placed on nodes in turn would make replicas whose messages all cross nodes.
     is_even = not rest and backend.nodes == tuple(r // size for r in range(backend.world_size))
     return size if is_even else None
 

@@ -54,7 +54,7 @@ __all__ = ["ShardedModelMembers"]
 Answer = TypeVar("Answer")
 
 
-def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
+def _from_range(name: str, read: Callable[[int, int], int]) -> Any:
     """Make a property that `read` computes from a rank's only range, and that cannot be changed."""
 
     def get(model: ShardedModelMembers) -> int:
@@ -369,8 +369,8 @@ class ShardedModelMembers(_DocumentedModel):
     def _local_shard(self, values: Array) -> None:
         _write_shard(self._shard, values)
 
-    _shard_start_index: int = _as_dealt("_shard_start_index", lambda start, stop: start)
-    _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
+    _shard_start_index: int = _from_range("_shard_start_index", lambda start, stop: start)
+    _shard_size: int = _from_range("_shard_size", lambda start, stop: stop - start)
 
     @property
     def _cached_full_parameters(self) -> Array | None:
