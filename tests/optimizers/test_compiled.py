@@ -20,6 +20,7 @@ from mpishard.optimizers import (
     AdamW,
     Cosine,
     Lion,
+    PieceViews,
     RMSprop,
     Segment,
     UpdateContext,
@@ -108,7 +109,8 @@ def train(rule, dtype, offset=0, length=LENGTH, make=values):
         g.flags.writeable = False
         context = UpdateContext(step + 1, rule.learning_rate(step), 0.37 / (step + 3))
         with np.errstate(all="ignore"):
-            rule.update(p[part], g[part], {k: v[part] for k, v in state.items()}, segments, context)
+            owned = {k: v[part] for k, v in state.items()}
+            rule.update_all([PieceViews(p[part], g[part], owned, segments)], context)
     return [as_bits(array) for array in (p, *state.values())]
 
 
@@ -231,10 +233,11 @@ def test_threads_that_come_at_the_same_time(numba, anew):
 _PROCESS = """
 import sys
 import numpy as np
-from mpishard.optimizers import AdamW, Segment, UpdateContext
+from mpishard.optimizers import AdamW, PieceViews, Segment, UpdateContext
 p, g, m, v = (np.ones(5, sys.argv[1]) for _ in range(4))
 state = {"first_moment": m, "second_moment": v}
-AdamW(0.5).update(p, g, state, [Segment("w", 0, 5)], UpdateContext(1, 0.5, 1.0))
+owned = PieceViews(p, g, state, [Segment("w", 0, 5)])
+AdamW(0.5).update_all([owned], UpdateContext(1, 0.5, 1.0))
 print(p.tobytes().hex())
 """
 

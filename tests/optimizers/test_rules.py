@@ -59,6 +59,22 @@ def test_a_rule_that_changes_its_parameters_may_return_them():
     assert owned.parameters.tolist() == [0.5] * 3
 
 
+def test_a_rule_with_its_own_update_gets_the_options_of_each_parameter():
+    seen = []
+
+    class Own(SGD):
+        def update(self, parameters, gradients, state, segments, context):
+            seen.append(([s.name for s in segments], context.weight_decay))
+            parameters -= context.learning_rate * gradients
+
+    options = {"b": {"learning_rate_scale": 0.1, "weight_decay": 0.2}, "c": {"learning_rate": 2.0}}
+    segments = [Segment(name, 2 * i, 2 * i + 2) for i, name in enumerate("abc")]
+    owned = PieceViews(np.zeros(6), np.ones(6), {}, segments)
+    Own(0.5, parameter_options=options).update_all([owned], UpdateContext(1, 0.5, 1.0))
+    assert owned.parameters.tolist() == [-0.5, -0.5, -0.05, -0.05, -2, -2]
+    assert seen == [(["a"], 0), (["b"], 0.2), (["c"], 0)]
+
+
 def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
     """Return parameters after 20 updates; the pieces between ``cuts`` are those of one rank."""
     p = np.linspace(first, 1, LENGTH).astype(dtype)
@@ -163,7 +179,7 @@ def test_twenty_steps_of_pytorch(label, numba, set_numba):
     for step, noise in enumerate(TORCH["noise"]):
         g = (curvatures * p + noise) * 8
         context = UpdateContext(step + 1, rule.learning_rate(step), 1 / 8)
-        rule.update(p, g, state, [Segment("w", 0, len(p))], context)
+        rule.update_all([PieceViews(p, g, state, [Segment("w", 0, len(p))])], context)
     assert len(TORCH["noise"]) == STEPS
     np.testing.assert_allclose(p, case["theta"], rtol=0, atol=1e-12)
 
@@ -300,7 +316,8 @@ def test_a_left_out_parameter_counts_its_own_updates_and_schedules_count_all(kin
         if not unused:
             own = kind(schedule(step), weight_decay=0.1)
             context = UpdateContext(1 if step == 0 else 2, schedule(step), 1.0)
-            own.update(expected[20:35], g[20:35], of_b, [Segment("b", 0, 15)], context)
+            of_it = PieceViews(expected[20:35], g[20:35], of_b, [Segment("b", 0, 15)])
+            own.update_all([of_it], context)
     np.testing.assert_array_equal(p[20:35], expected[20:35])
     assert numbers == {"missed": {"b": 2, "c": 1}}
 

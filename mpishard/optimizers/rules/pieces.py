@@ -50,6 +50,8 @@ class UpdateContext:
     order, and each row receives the sum of the whole parameter, for any number of ranks.
     ``loss`` is the mean loss at the parameters, None if it is not known. ``numbers`` belongs to
     the caller, who saves it with the state. ``missed`` is that of the piece: see `PieceViews`.
+    In `Optimizer.update` the learning rate and ``weight_decay`` are those of the piece, by the
+    rule's ``parameter_options``.
     """
 
     step: int
@@ -60,6 +62,7 @@ class UpdateContext:
     loss: float | None = None
     numbers: Numbers = field(default_factory=dict)
     missed: int = 0
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +94,23 @@ class PieceViews:
                 continue
             # Neighbours with one count stay one range, so that a rule runs once for all of them.
             segments = [*group]
-            start, stop = segments[0].start, segments[-1].stop
-            yield PieceViews(
-                self.parameters[start:stop],
-                self.gradients[start:stop],
-                {name: vector[start:stop] for name, vector in self.state.items()},
-                tuple(replace(s, start=s.start - start, stop=s.stop - start) for s in segments),
-                count,
-            )
+            yield replace(self.cut(segments[0].start, segments[-1].stop), missed=count)
+
+    def cut(self, start: int, stop: int) -> PieceViews:
+        """Return the views of elements ``[start, stop)``, which are those of whole segments."""
+        if stop - start == self.parameters.size:  # as in nearly all pieces
+            return self
+        return PieceViews(
+            self.parameters[start:stop],
+            self.gradients[start:stop],
+            {name: vector[start:stop] for name, vector in self.state.items()},
+            tuple(
+                replace(s, start=s.start - start, stop=s.stop - start)
+                for s in self.segments
+                if start <= s.start < stop
+            ),
+            self.missed,
+        )
 
 
 def missed_by(name: str, numbers: Numbers) -> int:
@@ -142,7 +154,7 @@ def joined(pieces: Sequence[PieceViews]) -> list[PieceViews]:
 
 def _are_neighbours(first: PieceViews, second: PieceViews) -> bool:
     pairs = zip(_arrays_of(first), _arrays_of(second), strict=True)
-    return all(lie_end_to_end(a, b) for a, b in pairs)
+    return first.missed == second.missed and all(lie_end_to_end(a, b) for a, b in pairs)
 
 
 def _arrays_of(owned: PieceViews) -> list[Array]:
@@ -158,6 +170,7 @@ def _join(first: PieceViews, second: PieceViews) -> PieceViews:
         stretched(first.gradients, length),
         {name: stretched(array, length) for name, array in first.state.items()},
         (*first.segments, *moved),
+        first.missed,
     )
 
 

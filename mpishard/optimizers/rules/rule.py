@@ -181,20 +181,25 @@ class Optimizer(OptimizerMembers):
         A rule that needs norms of whole parameters overrides this.
         """
         # Piece by piece: an elementwise rule needs nothing of the others.
-        for owned in joined(pieces):
-            returned: object = self.update(  # type: ignore[func-returns-value]
-                owned.parameters,
-                owned.gradients,
-                owned.state,
-                owned.segments,
-                replace(context, missed=owned.missed) if owned.missed else context,
-            )
-            # A rule written in the style of JAX returns new arrays, which nothing would read.
-            if returned is not None and returned is not owned.parameters:
-                raise TypeError(
-                    f"{type(self).__name__}.update must change the parameters in place, as in "
-                    f"parameters -= ...; it returned another {type(returned).__name__}"
+        for piece in joined(pieces):
+            for options in self._options_of(piece.segments):
+                # Cut here, so that `parameter_options` also hold for a rule with its own `update`.
+                owned = piece.cut(options.start, options.stop)
+                own = replace(
+                    context,
+                    learning_rate=self._rate_in(options, context),
+                    weight_decay=options.weight_decay,
+                    missed=owned.missed,
                 )
+                returned: object = self.update(  # type: ignore[func-returns-value]
+                    owned.parameters, owned.gradients, owned.state, owned.segments, own
+                )
+                # A rule written in the style of JAX returns new arrays, which nothing would read.
+                if returned is not None and returned is not owned.parameters:
+                    raise TypeError(
+                        f"{type(self).__name__}.update must change the parameters in place, as in "
+                        f"parameters -= ...; it returned another {type(returned).__name__}"
+                    )
 
     def update(
         self,
@@ -204,7 +209,7 @@ class Optimizer(OptimizerMembers):
         segments: Sequence[Segment],
         context: UpdateContext,
     ) -> None:
-        """Update one owned piece in place.
+        """Update one owned piece in place, or the part of one whose options are equal.
 
         Parameters
         ----------
@@ -215,21 +220,19 @@ class Optimizer(OptimizerMembers):
         segments : sequence of Segment
             The parameters that the piece cuts through.
         context : UpdateContext
-            Step, rate and scale.
+            Step, scale, and the rate and weight decay of these parameters.
         """
         needed = self.needed_state()
         # A body has an argument for each state; numba compiles it for those that are not None.
-        whole: list[Array | None] = [parameters, gradients]
-        whole += [state[name] if name in needed else None for name in self.state_names]
+        arrays: list[Array | None] = [parameters, gradients]
+        arrays += [state[name] if name in needed else None for name in self.state_names]
         clip = None
         if self.clip_value is not None:  # then `run` scales the gradient before it clips it
             clip = context.gradient_scale, self.clip_value
             context = replace(context, gradient_scale=1.0)
         # Schedules count all updates, and bias corrections those of the piece.
         own = replace(context, step=context.step - context.missed) if context.missed else context
-        for options in self._options_of(segments):
-            body = self.body(self._rate_in(options, context), options.weight_decay, own)
-            run(body, [None if a is None else a[options.start : options.stop] for a in whole], clip)
+        run(self.body(own.learning_rate, own.weight_decay, own), arrays, clip)
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         """Return the update of elements with these numbers; see `Body`.
