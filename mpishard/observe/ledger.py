@@ -98,7 +98,13 @@ class MemoryLedger:
 
     def __repr__(self) -> str:
         held = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in self.as_dict().items())
-        return f"{type(self).__name__}({held or 'nothing held'})"
+        if not held:  # as after the model is gone, when the peaks are still of interest
+            peaks = [
+                (str(k), n) for k, n in self._peak.items() if n and isinstance(k, MemoryCategory)
+            ]
+            held = "nothing held now; peaks: " + ", ".join(f"{k} {n:,} B" for k, n in peaks)
+            held = held if peaks else "nothing held"
+        return f"{type(self).__name__}({held})"
 
 
 _Key = MemoryCategory | tuple[MemoryCategory, MemorySpace]

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpishard.observe import BLUE, GREY, new_figure, plain_axes, save
 from mpishard.pipeline import (
@@ -18,6 +18,9 @@ from mpishard.pipeline import (
     run_clock,
 )
 from mpishard.pipeline.clock import spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Timeline", "plot_timelines", "simulate", "text_chart"]
 
@@ -229,7 +232,7 @@ _ROW = 0.19  # height of a rank in inches, unless the figure would be higher tha
 _TALLEST = 80.0
 
 
-def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
+def plot_timelines(path: str | os.PathLike[str] | None, timelines: Sequence[Timeline]) -> Figure:
     """Draw timelines below each other as a PNG, all to one scale.
 
     Bars have the micro-batch's number if it fits. Later virtual stages of a rank are paler. A
@@ -237,10 +240,15 @@ def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
 
     Parameters
     ----------
-    path : path
-        The file; missing parents are made.
+    path : path, optional
+        The file; missing parents are made. None writes no file.
     timelines : sequence of Timeline
         Timelines from top to bottom.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The picture. A notebook shows it if it is the last value of a cell.
 
     Raises
     ------
@@ -270,7 +278,9 @@ def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
     if any(timeline.virtual_stages_per_rank > 1 for timeline in timelines):
         patches.append(Patch(facecolor=_paler(GREY, 0.6), label="paler: a rank's later stages"))
     figure.legend(handles=patches, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-    save(figure, path)
+    if path is not None:
+        save(figure, path)
+    return figure
 
 
 def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:

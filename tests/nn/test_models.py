@@ -385,8 +385,9 @@ def test_generation_refuses_arguments(arguments, message):
 
 def test_a_model_is_shown_with_its_size_and_dtype():
     model = MLP([4, 8, 2], dtype="float32")
-    assert repr(model) == "MLP(parameters=58, layers=3, dtype=float32)"
-    assert repr(model.extract_sub_model(0, 1)) == "SubModel(parameters=40, layers=1, dtype=float32)"
+    assert repr(model) == "MLP(58 parameters in a chain of 3 layers, float32)"
+    part = model.extract_sub_model(0, 1)
+    assert repr(part) == "SubModel(40 parameters in a chain of 1 layers, float32)"
 
 
 @pytest.mark.parametrize(

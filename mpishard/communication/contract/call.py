@@ -335,6 +335,13 @@ class Traffic:
         self.bytes_read: defaultdict[str, int] = defaultdict(int)
         self.calls: defaultdict[str, int] = defaultdict(int)
 
+    def __repr__(self) -> str:
+        sent = ", ".join(
+            f"{kind} {self.calls[kind]:,} x, {nbytes:,} B"
+            for kind, nbytes in self.bytes_sent.items()
+        )
+        return f"{type(self).__name__}({sent or 'nothing sent'})"
+
     @property
     def total_bytes(self) -> int:
         """Bytes sent to other ranks since the last `reset`."""

@@ -151,6 +151,14 @@ class Layer(ABC):
         """
         return {}
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "parameters":
+            raise AttributeError(
+                f"{type(self).__name__}.parameters cannot be assigned: keep the sizes in __init__, "
+                "and define it as a property that returns the ParameterSpecs of these sizes"
+            )
+        super().__setattr__(name, value)
+
     def walk_parameters(self, prefix: str = "") -> Iterator[tuple[str, ParameterSpec]]:
         """Yield (dotted name, description) of own and inner parameters, in table order."""
         # Own parameters come first, so that the table's order is that of the layers in the chain.

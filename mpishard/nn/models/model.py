@@ -122,8 +122,9 @@ class Model(PlainModelFiles, LayeredModelMembers, ILayeredModel):
         self._holder: str | None = None
 
     def __repr__(self) -> str:
-        size = f"parameters={self.parameter_count}, layers={self.layer_count}"
-        return f"{type(self).__name__}({size}, dtype={self._dtype.name})"
+        # A chain has more layers than `GPT(layers=)`: a block has two, and the ends have more.
+        size = f"{self.parameter_count} parameters in a chain of {self.layer_count} layers"
+        return f"{type(self).__name__}({size}, {self._dtype.name})"
 
     # ---------------------------------------------------------------------------------- structure
 
