@@ -41,8 +41,6 @@ _TESTS_FAILED = 1  # pytest's exit code; others say that there was no test, or t
 _PROGRESS = "speed alone: lets what is under way go on; every result is waited for elsewhere"
 # What may survive, by function and text, and why.
 SPARED = {
-    ("StoreLayout.private_slot", "backend.barrier_async"):
-        "not called: no other rank reads a private vector, which needs no fence",
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("_Progressing.reduce", "self._across.progress()"): _PROGRESS,

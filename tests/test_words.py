@@ -256,7 +256,7 @@ GONE = {
     "Overlap": "SharedRegion",
     "OwnedRange": "PieceViews",
     "ParameterCells": "FixedSegments",
-    "Regions": "Allocations",
+    "Regions": "Arena",
     "SegmentKind": "PatternKind",
     "UNSAID": "UNPRINTED",
     "Wishes": "Requests",

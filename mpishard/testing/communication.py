@@ -95,42 +95,48 @@ class CommunicationConformance(
                 group.shutdown()
         backend.barrier()
 
-    def check_allocate_shared(self, backend: CommunicationBackend) -> None:
-        """Collectives on an array that a node shares give the same bits as on private arrays."""
+    def check_shared_memory(self, backend: CommunicationBackend) -> None:
+        """Shared memory exists once for a node; arenas give the bits of other collectives."""
         world, rank, nodes = backend.world_size, backend.rank, backend.nodes
         for dtype in self.dtypes:
-            # One length that fits a header and one that does not: collectives move them in
-            # different ways.
+            # Fewer elements than ranks, and some that two nodes exchange.
             for length in (3, 1001):
-                # A part for each rank, and one that is the common result.
-                shared = backend.allocate_shared((world + 1) * length, dtype)
-                if shared is None:
+                shared = backend.allocate_shared(world, dtype)
+                arena = backend.allocate_arena(length + 1, dtype)
+                common = backend.allocate_arena(length, dtype, once_per_node=True)
+                if shared is None or arena is None or common is None:
                     continue
-                assert (shared.shape, shared.dtype) == (((world + 1) * length,), dtype)
+                assert (shared.shape, shared.dtype) == ((world,), dtype)
                 assert not shared.any(), "shared memory that is not zeros"
+                backend.barrier()
                 inputs = [values(dtype, length, peer, 11) for peer in range(world)]
                 total, own = tree_reduce(inputs, SUM), bounds(even_sizes(length, world), rank)
-                mine, out = shared[rank * length :][:length], shared[-length:]
-                backend.barrier()
+                part = slice(1, None)
+                mine = arena.mine[part]
                 mine[...] = inputs[rank]
-                assert_same(backend.reduce_scatter(mine), total[own], "of shared memory")
+                shared[rank : rank + 1] = inputs[rank][:1]
+                out = np.empty(own.stop - own.start, dtype)
+                arena.reduce_into(out, part).wait()
+                assert_same(out, total[own], "reduce_into")
                 # A reduction reads the arrays in place, and must not use them for its partial sums.
-                assert_same(mine, inputs[rank], "a reduced array in shared memory")
-                backend.all_reduce(mine, out=out)
-                assert_same(out, total, "all_reduce of shared memory")
+                for peer in backend.peers:
+                    assert_same(arena.of(peer)[part], inputs[peer], "a vector that was reduced")
+                    assert_same(shared[peer : peer + 1], inputs[peer][:1], "shared memory")
+                arena.fence().wait()
+                arena.reduce_into(mine[own], part).wait()
+                assert_same(mine[own], total[own], "reduce_into this rank's own piece")
+                mine[...] = inputs[rank]
+                arena.reduce_in_place(part).wait()
+                assert_same(mine, total, "reduce_in_place")
+                mine[...] = 0
+                for gathered, target in ((arena, mine), (common, common.mine)):
+                    where = part if gathered is arena else slice(None)
+                    gathered.gather_in_place(total[own].copy(), where).wait()
+                    assert_same(target, total, "gather_in_place")
                 backend.barrier()
-                for peer in range(world):
-                    if nodes[peer] == nodes[rank]:
-                        assert_same(
-                            shared[peer * length :][:length], inputs[peer], "a peer's memory"
-                        )
-                # Only the rank's own piece: all ranks of the node write the one array.
-                out[own] = 0
-                backend.barrier()
-                backend.all_gather(total[own].copy(), out=out)
-                assert_same(out, total, "all_gather into shared memory")
-                backend.all_reduce(mine)
-                assert_same(mine, total, "all_reduce in shared memory")
+                common.gather_in_place(common.mine[own]).wait()
+                assert_same(common.mine, total, "gather_in_place of a piece that is there")
+                assert len(backend.peers) == nodes.count(nodes[rank])
 
     def check_traffic(self, backend: CommunicationBackend) -> None:
         """The counted bytes are those of the contract, without headers."""

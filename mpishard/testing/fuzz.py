@@ -1,8 +1,8 @@
 """Random sequences of collectives, the same on all ranks; each rank computes the results alone.
 
 A sequence is a function of its seed and of the world size. It has collectives and messages of all
-kinds, dtypes, shapes, operations, roots and counts, in the world and in groups of it. Their arrays
-lie in private memory or in memory that a node shares; the calls block or are issued ahead. Each
+kinds, dtypes, shapes, operations, roots and counts, in the world, in groups of it, and in their
+arenas. The calls block or are issued ahead. Each
 rank chooses the order in which it waits for the calls that it has issued. `fuzz_plan` draws a
 sequence; `fuzz_sequence` runs it.
 """
@@ -15,9 +15,16 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array, CollectiveMismatchError, as_count, as_flag, require_type
-from mpishard.communication import CommunicationBackend
-from mpishard.testing.fuzz_plan import SHARED_BYTES, SequenceStep, draw_plan, spoil
-from mpishard.testing.reductions import assert_same, expected_result, values
+from mpishard.communication import Arena, CommunicationBackend, ReductionOperation
+from mpishard.testing.fuzz_plan import ARENA_LENGTH, IN_ARENAS, SequenceStep, draw_plan, spoil
+from mpishard.testing.reductions import (
+    assert_same,
+    bounds,
+    even_sizes,
+    expected_result,
+    tree_reduce,
+    values,
+)
 
 Check = Callable[[Any], None]
 
@@ -80,7 +87,7 @@ class _SequenceRun:
         # By the plan's numbers, which are the same on all ranks; a rank has only the groups it is
         # in.
         self._groups: dict[int, CommunicationBackend] = {0: backend}
-        self._memory: dict[int, Array | None] = {}
+        self._arenas: dict[int, Arena | None] = {}
         self._pending: list[tuple[SequenceStep, Any, Check]] = []
         self._good = 0
 
@@ -119,9 +126,13 @@ class _SequenceRun:
             if child is not None:
                 color = step.colors[backend.rank]
                 self._groups[step.children[color]] = child  # type: ignore[index]
-        elif step.method == "allocate_shared":
-            self._memory[step.group] = backend.allocate_shared(SHARED_BYTES, np.uint8)
+        elif step.method == "allocate_arena":
+            self._arenas[step.group] = backend.allocate_arena(
+                ARENA_LENGTH, step.dtype, once_per_node=step.is_common
+            )
             self._good += 1
+        elif step.method in IN_ARENAS:
+            self._in_arena(backend, step)
         elif step.method == "message":
             self._message(backend, step)
         else:
@@ -176,6 +187,35 @@ class _SequenceRun:
             else:
                 check(backend.receive(source, expected.size, step.tag))
 
+    def _in_arena(self, backend: CommunicationBackend, step: SequenceStep) -> None:
+        arena, rank, world = self._arenas[step.group], backend.rank, backend.world_size
+        if arena is None:
+            return
+        inputs = [self._input(step, peer) for peer in range(world)]
+        mine, own = arena.mine[step.part], bounds(even_sizes(step.rows[0], world), rank)
+        if step.method == "gather_in_place":
+            whole = np.concatenate(
+                [each[bounds(even_sizes(each.size, world), n)] for n, each in enumerate(inputs)]
+            )
+            work = arena.gather_in_place(inputs[rank][own], step.part)
+        else:
+            mine[...] = inputs[rank]
+            whole = tree_reduce(inputs, ReductionOperation.SUM)
+            if step.method == "reduce_in_place":
+                work = arena.reduce_in_place(step.part)
+            else:
+                mine, whole = np.empty(own.stop - own.start, step.dtype), whole[own]
+                work = arena.reduce_into(mine, step.part)
+
+        def check(_: object) -> None:
+            assert_same(mine, whole, str(step))
+
+        if step.is_twin:
+            self._pending.append((step, work, check))
+        else:
+            check(work.wait())
+            self._good += 1
+
     def _finish_one(self) -> None:
         self._at, work, check = self._pending.pop(self._generator.integers(len(self._pending)))
         check(work.wait())
@@ -191,15 +231,6 @@ class _SequenceRun:
                 # Magnitudes so far apart that another order of the sum rounds differently.
                 array *= step.dtype.type(1e4) ** (rank - 1)
         return array
-
-    def _place(self, step: SequenceStep, array: Array, at: int) -> Array:
-        """Return a copy of ``array`` at byte ``at`` of the node's memory; itself without memory."""
-        memory = self._memory.get(step.group)
-        if at < 0 or memory is None:
-            return array
-        there = memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
-        there[...] = array
-        return there
 
     def _arguments(
         self, backend: CommunicationBackend, step: SequenceStep
@@ -218,8 +249,6 @@ class _SequenceRun:
         elif method in ("broadcast", "scatter"):
             brings = rank == step.root or (method == "broadcast" and step.has_out)
             mine = mine if brings else None
-        else:
-            mine = self._place(step, mine, step.place(rank))
         expected = expected_result(
             method, inputs, rank, operation=step.operation, root=step.root, counts=step.counts
         )
@@ -228,7 +257,7 @@ class _SequenceRun:
             options["counts"] = step.counts
         given = mine if method in ("all_reduce", "broadcast") else None
         if step.has_out and method in ("all_reduce", "reduce_scatter", "all_gather"):
-            given = self._place(step, np.zeros(expected.shape, step.dtype), step.out_at)
+            given = np.zeros(expected.shape, step.dtype)
             options["out"] = given
 
         def check(result: object) -> None:

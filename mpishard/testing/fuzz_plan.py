@@ -11,15 +11,17 @@ from mpishard.base import DType
 from mpishard.communication import DTYPES, ReductionOperation
 from mpishard.testing.reductions import even_sizes, operations
 
-# Room for a few steps of the longest arrays; later steps of the group use private memory.
-SHARED_BYTES = 1 << 20
-"""Bytes of the memory of one group, which its steps divide among themselves."""
+# Room for a few steps of the longest arrays; later steps of the group use no arena.
+ARENA_LENGTH = 1 << 16
+"""Elements of a rank in the arena of one group, which its steps divide among themselves."""
 
 _METHODS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather", "all_to_all",
     "barrier",
 )  # fmt: skip
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
+IN_ARENAS = ("reduce_into", "reduce_in_place", "gather_in_place")
+"""The collectives of arenas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class SequenceStep:
     number : int
         Index of the step in the sequence.
     method : str
-        A collective, ``split``, ``allocate_shared``, or ``message`` from one rank to another.
+        A collective, ``split``, ``allocate_arena``, or ``message`` from one rank to another.
     group : int
         The calling group: 0 is the world, others are made by splits.
     dtype : dtype
@@ -53,11 +55,10 @@ class SequenceStep:
         now and waited for later.
     is_adversarial : bool
         Whether the result of a sum depends on its order.
-    at, out_at : int
-        Bytes of the memory of the group's nodes at which the ranks' arrays, and their common
-        result, begin. -1 stands for private memory of each rank.
-    stride : int
-        Bytes between the arrays of consecutive ranks in shared memory.
+    at : int
+        Element of an arena's vectors at which the part begins.
+    is_common : bool
+        Whether an arena has one vector for each node.
     target, tag : int
         Target and tag of a message.
     colors, keys, children
@@ -76,18 +77,18 @@ class SequenceStep:
     is_twin: bool = False
     has_out: bool = False
     is_adversarial: bool = False
-    at: int = -1
-    out_at: int = -1
-    stride: int = 0
+    at: int = 0
+    is_common: bool = False
     target: int = 0
     tag: int = 0
     colors: tuple[int | None, ...] = ()
     keys: tuple[int, ...] = ()
     children: dict[int, int] = field(default_factory=dict)
 
-    def place(self, rank: int) -> int:
-        """Return the byte of shared memory at which the array of ``rank`` begins, or -1."""
-        return -1 if self.at < 0 else self.at + rank * self.stride
+    @property
+    def part(self) -> slice:
+        """The part of an arena's vectors."""
+        return slice(self.at, self.at + self.rows[0])
 
     def __str__(self) -> str:
         words = [
@@ -97,8 +98,8 @@ class SequenceStep:
         ]  # fmt: skip
         if self.has_out:
             words.append("with an array for the result")
-        if self.at >= 0 or self.out_at >= 0:
-            words.append(f"in shared memory at {self.at}, {self.out_at}")
+        if self.method in IN_ARENAS:
+            words.append(f"in an arena from element {self.at}")
         return ", ".join(words)
 
 
@@ -109,7 +110,8 @@ class _Drawing:
         self.generator = np.random.default_rng([seed, world_size])
         self.sizes = {0: world_size}
         self.steps: list[SequenceStep] = []
-        self.free: dict[int, int] = {}  # the next free byte of each group's memory
+        # Of each group's arena: its dtype, its next free element, whether a node has one vector.
+        self.arenas: dict[int, tuple[DType, int, bool]] = {}
         # Drawn once, so that some sequences only block and some have nearly everything under way.
         self.twins = self.generator.choice([0.0, 0.4, 0.9])
         # The lengths decide how data travel: in headers, at once, or in several rounds.
@@ -137,9 +139,32 @@ class _Drawing:
         self.add("split", group, colors=tuple(colors), keys=tuple(keys), children=children)
 
     def share(self, group: int) -> None:
-        if group not in self.free:
-            self.free[group] = 0
-            self.add("allocate_shared", group)
+        if group not in self.arenas:
+            dtype, is_common = DTYPES[self.below(len(DTYPES))], self.chance(0.3)
+            self.arenas[group] = dtype, 0, is_common
+            self.add("allocate_arena", group, dtype=dtype, is_common=is_common)
+
+    def in_arena(self, group: int) -> bool:
+        """Add a collective in the arena of ``group``; return whether there was one with room."""
+        if group not in self.arenas:
+            return False
+        dtype, start, is_common = self.arenas[group]
+        rows = self.below(self.longest)
+        method = "gather_in_place" if is_common else IN_ARENAS[self.below(len(IN_ARENAS))]
+        if start + rows > ARENA_LENGTH:
+            return False
+        # Parts that no other step uses: its peers may read them while the next step is begun.
+        self.arenas[group] = dtype, start + rows, is_common
+        self.add(
+            method,
+            group,
+            dtype=dtype,
+            rows=(rows,) * self.sizes[group],
+            at=start,
+            is_twin=self.chance(self.twins),
+            is_adversarial=self.chance(0.3),
+        )
+        return True
 
     def message(self, group: int) -> None:
         size = self.sizes[group]
@@ -181,7 +206,7 @@ class _Drawing:
             has_out=self.chance(0.4),
             is_adversarial=self.chance(0.3),
         )
-        self.steps.append(self._shared(step) if group in self.free else step)
+        self.steps.append(step)
 
     def _counts(self, rows: int, size: int) -> tuple[int, ...]:
         if self.chance(0.6):
@@ -189,23 +214,6 @@ class _Drawing:
         # Any cuts, so that some pieces are empty.
         cuts = sorted(self.below(rows + 1) for _ in range(size - 1))
         return tuple(int(n) for n in np.diff([0, *cuts, rows]))
-
-    def _shared(self, step: SequenceStep) -> SequenceStep:
-        """Return ``step`` with arrays, or a result, in the memory that its group shares."""
-        row = step.dtype.itemsize * int(np.prod(step.trailing))
-        # Each array begins on a cache line, as those of an arena do.
-        stride = -(-max(step.rows) * row // 64) * 64
-        total = sum(step.rows) if step.method == "all_gather" else step.rows[0]
-        result = -(-total * row // 64) * 64
-        start = self.free[step.group]
-        end = start + stride * len(step.rows) + result
-        if end > SHARED_BYTES or step.method not in (*_REDUCTIONS, "all_gather", "gather"):
-            return step
-        self.free[step.group] = end
-        own, out = self.chance(0.8), self.chance(0.6) and step.method != "reduce_scatter"
-        return replace(
-            step, stride=stride, at=start if own else -1, out_at=end - result if out else -1
-        )
 
 
 def draw_plan(seed: int, world_size: int, length: int) -> list[SequenceStep]:
@@ -223,7 +231,7 @@ def draw_plan(seed: int, world_size: int, length: int) -> list[SequenceStep]:
             drawing.share(group)
         if drawing.sizes[group] > 1 and drawing.chance(0.2):
             drawing.message(group)
-        else:
+        elif not (drawing.chance(0.5) and drawing.in_arena(group)):
             drawing.collective(group)
     return drawing.steps
 
@@ -250,7 +258,7 @@ def spoil(plan: list[SequenceStep], seed: int) -> Spoiled | None:
     place = _METHODS.index(step.method)
     # One row more and not fewer, because a step may have none.
     longer = tuple(n + 1 for n in step.rows)
-    plain: dict[str, Any] = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
+    plain: dict[str, Any] = {"operation": ReductionOperation.SUM, "has_out": False}
     changes: dict[str, dict[str, Any]] = {
         # Arguments that every collective takes, because the new one may be any.
         "method": plain | {
@@ -260,12 +268,12 @@ def spoil(plan: list[SequenceStep], seed: int) -> Spoiled | None:
         },
         "operation": {"operation": known[(known.index(step.operation) + 1) % len(known)]},
         "dtype": plain | {
-            "dtype": DTYPES[(DTYPES.index(step.dtype) + 1) % len(DTYPES)], "out_at": -1
+            "dtype": DTYPES[(DTYPES.index(step.dtype) + 1) % len(DTYPES)]
         },
         "rows": {
-            "rows": longer, "counts": tuple(even_sizes(longer[0], size)), "at": -1, "out_at": -1
+            "rows": longer, "counts": tuple(even_sizes(longer[0], size))
         },
-        "dims": {"trailing": (*step.trailing, 2), "has_out": False, "at": -1, "out_at": -1},
+        "dims": {"trailing": (*step.trailing, 2), "has_out": False},
         "root": {"root": (step.root + 1) % size},
     }  # fmt: skip
     return Spoiled(replace(step, **changes[wrongs[generator.integers(len(wrongs))]]), rank)

@@ -11,22 +11,32 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard.base import Array, CollectiveMismatchError, PeerError
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.testing.reductions import CommunicationChecks, assert_raises, assert_same
+from mpishard.communication import Arena, CommunicationBackend, ReductionOperation, Work
+from mpishard.testing.reductions import (
+    CommunicationChecks,
+    assert_raises,
+    assert_same,
+    even_sizes,
+)
 
 MAX, AVERAGE = ReductionOperation.MAX, ReductionOperation.AVERAGE
-_WITHOUT_TWIN = ("split", "allocate_shared")
+_WITHOUT_TWIN = ("split", "allocate_shared", "allocate_arena")
 
 
 class Ask(NamedTuple):
-    """A call that is not made yet: a method of a backend, and its arguments."""
+    """A call that is not made yet: a method of a backend or of an arena, and its arguments."""
 
     method: str
     arguments: tuple[object, ...] = ()
     options: dict[str, object] = {}  # noqa: RUF012 - it is never changed
+    arena: Arena | None = None
+    """The arena that has the method, if it is not the backend's."""
 
     def make(self, backend: CommunicationBackend, *, twin: bool = False) -> object:
         """Call the method, or issue its twin and wait; return the result."""
+        if self.arena is not None:
+            work: Work = getattr(self.arena, self.method)(*self.arguments, **self.options)
+            return work.wait()
         if twin and self.method not in _WITHOUT_TWIN:
             work = getattr(backend, f"{self.method}_async")(*self.arguments, **self.options)
             return work.wait()
@@ -207,6 +217,40 @@ MISMATCHES = tuple(_mismatches())
 """Every pair of different collectives, and each argument that must match in a collective."""
 
 
+def arena_mismatches(backend: CommunicationBackend) -> list[tuple[str, Ask, Ask]]:
+    """Make arenas of ones; return each difference, the call of most ranks, and that of the odd one.
+
+    Collective. The list is empty if some rank has nothing to share with another.
+    """
+    first, second = (backend.allocate_arena(1000, np.float64) for _ in range(2))
+    gathered = backend.allocate_arena(1000, np.float64, once_per_node=True)
+    if first is None or second is None or gathered is None:
+        return []
+    for arena in (first, second, gathered):
+        arena.mine[...] = 1
+
+    def ask(arena: Arena, method: str, start: int, length: int = 500) -> Ask:
+        size = even_sizes(length, backend.world_size)[backend.rank]
+        given = {"reduce_into": (np.ones(size),), "gather_in_place": (np.ones(size),)}
+        arguments = (*given.get(method, ()), slice(start, start + length))
+        return Ask(method, arguments, arena=arena)
+
+    one = ask(first, "reduce_into", 0)
+    return [
+        ("arena", one, ask(second, "reduce_into", 0)),
+        ("part of the arena", one, ask(first, "reduce_into", 8)),
+        ("part of the arena", one, ask(first, "reduce_into", 0, 501)),
+        ("kind or order", one, ask(first, "reduce_in_place", 0)),
+        ("kind or order", one, Ask("reduce_scatter", (np.ones(500),))),
+        ("arena", ask(first, "reduce_in_place", 0), ask(second, "reduce_in_place", 0)),
+        ("arena", ask(gathered, "gather_in_place", 0), ask(first, "gather_in_place", 0)),
+        ("part of the arena", ask(gathered, "gather_in_place", 0),
+         ask(gathered, "gather_in_place", 500)),
+        ("arena", Ask("allocate_shared", (16 * backend.world_size, np.float64)),
+         Ask("allocate_arena", (16 * backend.world_size, np.float64), {"once_per_node": True})),
+    ]  # fmt: skip
+
+
 def refusal(
     backend: CommunicationBackend, ask: Ask, odd_rank: int, *, twin: bool, what: str
 ) -> str:
@@ -232,7 +276,7 @@ def refusal(
     for rank, line in zip(backend.world_ranks, lines, strict=True):
         assert line.startswith(f"  rank {rank}: collective "), f"{what}: {line}"
         assert " at " in line, f"{what}: a call site is missing: {line}"
-    own = f", {ask.method}("
+    own = f", {'allocate_shared' if ask.method == 'allocate_arena' else ask.method}("
     assert own in lines[backend.rank], f"{what}: {own} of rank {backend.rank} is not {lines}"
     # Compared between ranks: each must raise the same words, whichever rank was wrong.
     text = np.frombuffer(message.encode(), np.uint8)
@@ -285,6 +329,13 @@ class RefusalChecks(CommunicationChecks):
                 message = refusal(backend, ask, odd, twin=twin, what=str(mismatch))
                 assert mismatch.difference in message, f"{mismatch}: {message}"
                 arguments.check(str(mismatch))
+        for number, (difference, many, odd_ask) in enumerate(arena_mismatches(backend)):
+            odd = number % world
+            ask = odd_ask if rank == odd else many
+            message = refusal(backend, ask, odd, twin=False, what=f"another {difference}")
+            assert f"do not match in {difference}" in message, message
+            if ask.arena is not None:
+                assert_same(ask.arena.mine, np.ones(1000), f"an arena after another {difference}")
         # Right calls beside refused ones.
         last = rank == world - 1
         short = backend.all_reduce_async(np.ones(2 if last else 3))

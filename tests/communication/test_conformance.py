@@ -146,7 +146,7 @@ def test_large_arrays_are_sent_in_several_messages(backend, nodes, arena, monkey
             "gather",
             "all_to_all",
             "twins",
-            "allocate_shared",
+            "shared_memory",
             "point_to_point",
             "async_point_to_point",
         ):

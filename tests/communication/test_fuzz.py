@@ -69,7 +69,10 @@ def test_plans_contain_every_kind_of_step():
         "barrier",
         "split",
         "message",
-        "allocate_shared",
+        "allocate_arena",
+        "reduce_into",
+        "reduce_in_place",
+        "gather_in_place",
     }
     assert len({step.dtype for step in steps}) == 15
     assert len({step.operation for step in steps}) == 5
@@ -78,7 +81,6 @@ def test_plans_contain_every_kind_of_step():
         mine = [step for step in collectives if step.method == method]
         for wanted in ("is_twin", "has_out", "is_adversarial"):
             assert {getattr(step, wanted) for step in mine} == {False, True}
-        assert any(step.at >= 0 for step in mine)
     sizes = [sum(s.rows) // len(s.rows) * s.dtype.itemsize for s in collectives if s.rows]
     assert min(sizes) == 0
     assert sum(size <= 128 for size in sizes) > 100
@@ -110,7 +112,7 @@ def test_a_wrong_order_of_a_sum_is_detected(monkeypatch):
         reduce(self, turned, operation, out)
 
     monkeypatch.setattr(TreeReducer, "reduce", swap)
-    fails(r"(?s)step \d+: (all_reduce|reduce_scatter).* is not ", 12)
+    fails(r"(?s)step \d+: (all_reduce|reduce_).* is not ", 12)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of data that are mixed then

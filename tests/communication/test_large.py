@@ -22,7 +22,7 @@ NBYTES = 2**31 + 2**20 + 8
 STEP = 2**20
 FEW = 5
 
-by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
+by_path = pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 by_dtype = pytest.mark.parametrize("dtype", ["uint8", "float64"])
 
 
@@ -67,15 +67,9 @@ def patient(backend):
         backend._timeout = 500.0
 
 
-def own_array(backend, path, dtype, salt):
-    """Return more than 2**31 bytes, in shared memory if the transport has it."""
-    length = NBYTES // np.dtype(dtype).itemsize
-    if path != "messages":
-        shared = backend.allocate_shared(length * backend.world_size, dtype)
-        array = shared[backend.rank * length :][:length]
-    else:
-        array = np.empty(length, dtype)
-    return fill(array, salt)
+def own_array(dtype, salt):
+    """Return more than 2**31 bytes."""
+    return fill(np.empty(NBYTES // np.dtype(dtype).itemsize, dtype), salt)
 
 
 @by_path
@@ -83,9 +77,26 @@ def own_array(backend, path, dtype, salt):
 @in_worlds(2)
 def test_all_reduce(backend, path, dtype):
     patient(backend)
-    mine = own_array(backend, path, dtype, backend.rank)
+    mine = own_array(dtype, backend.rank)
     assert backend.all_reduce(mine) is mine
     check(mine, 0, 1)
+
+
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
+@by_dtype
+@in_worlds(2)
+def test_an_arena(backend, path, dtype):
+    patient(backend)
+    arena = backend.allocate_arena(NBYTES // np.dtype(dtype).itemsize, dtype)
+    part = ShardLayout(arena.mine.size, 2).slice(backend.rank)
+    fill(arena.mine, backend.rank)
+    out = np.empty(part.stop - part.start, dtype)
+    check(arena.reduce_into(out).wait(), 0, 1, start=part.start)
+    arena.reduce_in_place().wait()
+    check(arena.mine, 0, 1)
+    fill(arena.mine, 3)[part] = 0
+    arena.gather_in_place(fill(out, 3, part.start)).wait()
+    check(arena.mine, 3)
 
 
 @by_path
@@ -93,7 +104,7 @@ def test_all_reduce(backend, path, dtype):
 @in_worlds(2)
 def test_reduce_scatter(backend, path, dtype):
     patient(backend)
-    mine = own_array(backend, path, dtype, backend.rank)
+    mine = own_array(dtype, backend.rank)
     part = ShardLayout(mine.size, 2).slice(backend.rank)
     check(backend.reduce_scatter(mine), 0, 1, start=part.start)
     counts = [FEW, mine.size - FEW]
@@ -113,10 +124,7 @@ def test_all_gather(backend, path, dtype, large):
     length = NBYTES // np.dtype(dtype).itemsize
     rows = [length if rank == large else FEW for rank in range(2)]
     start = sum(rows[: backend.rank])
-    if path != "messages":
-        out = backend.allocate_shared(sum(rows), dtype)
-    else:
-        out = np.empty(sum(rows), dtype)
+    out = np.empty(sum(rows), dtype)
     mine = fill(out[start : start + rows[backend.rank]], backend.rank)
     assert backend.all_gather(mine, out=out) is out
     check(out[: rows[0]], 0)
@@ -128,7 +136,7 @@ def test_all_gather(backend, path, dtype, large):
 @in_worlds(2)
 def test_broadcast(backend, path, dtype):
     patient(backend)
-    mine = own_array(backend, path, dtype, backend.rank)
+    mine = own_array(dtype, backend.rank)
     assert backend.broadcast(mine, root=1) is mine
     check(mine, 1)
 

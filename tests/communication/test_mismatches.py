@@ -9,12 +9,19 @@ import pytest
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import CollectiveKind
 from mpishard.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
-from mpishard.testing.refusals import COLLECTIVES, MISMATCHES, Arguments, Ask, refusal
+from mpishard.testing.refusals import (
+    COLLECTIVES,
+    MISMATCHES,
+    Arguments,
+    Ask,
+    arena_mismatches,
+    refusal,
+)
 from mpishard.testing.worlds import in_worlds
 
+by_path = pytest.mark.parametrize("path", ["arena", "two nodes"], indirect=True)
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
-LENGTHS = {"small": 4, "large": 1000, "shared": 1000}
-MEMORY = 200_000
+LENGTHS = {"small": 4, "large": 1000}
 
 
 def sample(method, world_size):
@@ -24,18 +31,9 @@ def sample(method, world_size):
     return [m for m in MISMATCHES if m.collective == method and not m.is_of_kind] + kept
 
 
-def own_memory(backend):
-    shared = backend.allocate_shared(MEMORY * backend.world_size, np.uint8)
-    if shared is None:
-        return None
-    return shared[backend.rank * MEMORY : (backend.rank + 1) * MEMORY]
-
-
 def refuse_all(backend, method, odd_rank, place, *, twin):
     for mismatch in sample(method, backend.world_size):
-        memory = own_memory(backend) if place == "shared" else None
-        arguments = Arguments(backend, LENGTHS[place], memory)
-        backend.barrier()
+        arguments = Arguments(backend, LENGTHS[place])
         is_odd = backend.rank == odd_rank
         ask = (mismatch.odd if is_odd else mismatch.many)(arguments)
         what = f"{mismatch}, {place}, {'twin' if twin else 'blocking'}"
@@ -80,6 +78,47 @@ def test_a_mismatch_in_a_group_is_found_there_alone(backend, method):
     group.shutdown()
 
 
+@by_path
+@pytest.mark.parametrize("odd", ["first", "last"])
+@in_worlds(2, 3, 4)
+def test_another_arena_or_part_is_refused_on_all_ranks(backend, path, odd):
+    odd_rank = 0 if odd == "first" else backend.world_size - 1
+    cases = arena_mismatches(backend)
+    is_shared = backend.node_count < backend.world_size
+    assert {difference for difference, *_ in cases} == {
+        "arena", "part of the arena", "kind or order"
+    }  # fmt: skip
+    for difference, many, other in cases if is_shared else ():
+        ask = other if backend.rank == odd_rank else many
+        message = refusal(backend, ask, odd_rank, twin=False, what=difference)
+        assert f"do not match in {difference}" in message
+        if backend.world_size > 2:
+            assert f"rank {odd_rank} is the odd one out: " in message.replace("Rank", "rank")
+        if ask.arena is not None:
+            assert (ask.arena.mine == 1).all()
+    assert backend.all_reduce(np.ones(1))[0] == backend.world_size
+
+
+@in_worlds(3)
+def test_a_report_names_the_arenas_and_parts(backend):
+    first, second = (backend.allocate_arena(100, np.float64) for _ in range(2))
+    used = second if backend.rank == 1 else first
+    work = used.reduce_into(np.ones((34, 33, 33)[backend.rank]))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        work.wait()
+    for text in (
+        "Rank 1 is the odd one out: arena 2, where ranks 0, 2 gave arena 1",
+        "rank 1: collective 3, reduce_into(SUM, float64[100], arena=2, start=0) at ",
+    ):
+        assert text in str(caught.value)
+    start = 10 * (backend.rank == 2)
+    work = first.part(20, 50).reduce_in_place(slice(start, start + 40))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        work.wait()
+    text = "Rank 2 is the odd one out: elements 30 to 70, where ranks 0, 1 gave elements 20 to 60"
+    assert text in str(caught.value)
+
+
 def test_every_collective_has_its_mismatches():
     differences = {
         method: {m.difference for m in MISMATCHES if m.collective == method}
@@ -98,7 +137,8 @@ def test_every_collective_has_its_mismatches():
         "split": kind,
         "allocate_shared": kind | {"shape", "dtype"},
     }
-    assert set(COLLECTIVES) == {k.label for k in CollectiveKind} - {"leave"}
+    of_arenas = {"reduce_into", "reduce_in_place", "gather_in_place"}
+    assert set(COLLECTIVES) == {k.label for k in CollectiveKind} - of_arenas
     assert len([m for m in MISMATCHES if m.is_of_kind]) == 10 * 9
 
 

@@ -127,7 +127,7 @@ def test_conformance_without_memory_that_all_ranks_share(backend, cupy, nodes, a
             "broadcast",
             "split",
             "async_orders",
-            "allocate_shared",
+            "shared_memory",
             "mismatches",
         ):
             getattr(checks, f"check_{name}")(world)

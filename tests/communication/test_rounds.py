@@ -166,18 +166,6 @@ def test_a_result_in_place_on_some_ranks_only(world):
         assert_same(world.all_reduce(mine, out=out), tree_reduce(data, SUM))
 
 
-def test_a_shared_array_on_one_rank_only(world):
-    shared = world.allocate_shared(700, np.float64)
-    if shared is None:
-        pytest.skip("these ranks share no memory")
-    for number in range(4):
-        data = arrays(world, number, 700)
-        mine = shared if world.rank == number % world.world_size else np.empty(700)
-        mine[...] = data[world.rank]
-        assert_same(world.all_reduce(mine, out=np.empty(700)), tree_reduce(data, SUM))
-        world.barrier()
-
-
 def test_the_next_call_after_a_mismatch_succeeds(world):
     for number in range(2):
         data = arrays(world, number, 800)
@@ -250,6 +238,6 @@ def test_the_conformance_suite(world, dtype):
         "all_to_all",
         "twins",
         "async_orders",
-        "allocate_shared",
+        "shared_memory",
     ):
         getattr(checks, f"check_{name}")(world)

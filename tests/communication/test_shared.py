@@ -2,17 +2,15 @@
 
 import errno
 import gc
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpishard import ReductionOperation, ShardLayout, run_in_threads
-from mpishard.communication.contract.arena import PRIVATE, Allocations, Nodes, anonymous_memory
+from mpishard.communication.contract.arena import Nodes
 from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
-from mpishard.communication.mpi import node_memory as arena
+from mpishard.communication.mpi import node_memory
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
@@ -33,51 +31,49 @@ def bits(array):
     return np.where(np.isnan(array), np.nan, array).astype(array.dtype).tobytes()
 
 
-def own_slice(backend, length, dtype):
-    """This rank's part of memory that its node shares."""
-    shared = backend.allocate_shared(length * backend.world_size, dtype)
-    return shared[backend.rank * length : (backend.rank + 1) * length]
+def part_of(backend, length):
+    """The indices of this rank's piece."""
+    return ShardLayout(length, backend.world_size).slice(backend.rank)
 
 
 @by_path
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @in_worlds(1, 2, 3, 4, 5, 7)
-def test_shared_memory_gives_the_bits_of_messages(backend, path, dtype):
-    layout_of = {n: ShardLayout(n, backend.world_size) for n in LENGTHS}
+def test_an_arena_gives_the_bits_of_messages(backend, path, dtype):
     for length in LENGTHS:
-        mine, result = own_slice(backend, length, dtype), backend.allocate_shared(length, dtype)
+        arena = backend.allocate_arena(length, dtype)
+        common = backend.allocate_arena(length, dtype, once_per_node=True)
         data = [numbers(rank, length, dtype) for rank in range(backend.world_size)]
-        part = layout_of[length].slice(backend.rank)
-        for operation in ReductionOperation:
-            wanted = tree_reduce(data, operation)
-            for _ in range(2):  # the second time over what the first has left
-                mine[...] = data[backend.rank]
-                assert bits(backend.reduce_scatter(mine, operation)) == bits(wanted[part])
-                assert bits(backend.all_reduce(mine, operation, out=result)) == bits(wanted)
-                private = backend.all_reduce(mine, operation, out=np.empty_like(mine))
-                assert bits(private) == bits(wanted)
-                assert mine.tobytes() == data[backend.rank].tobytes()
-                backend.reduce_scatter(mine, operation, out=mine[part])
-                assert bits(mine[part]) == bits(wanted[part])
-                mine[...] = data[backend.rank]
-                assert bits(backend.all_reduce(mine, operation)) == bits(wanted)
-            backend.barrier()
-            result[part] = 0
-            backend.barrier()
-            gathered = backend.all_gather(wanted[part].copy(), out=result)
-            assert gathered.tobytes() == wanted.tobytes()
+        part, mine = part_of(backend, length), arena.mine
+        wanted = tree_reduce(data, ReductionOperation.SUM)
+        for _ in range(2):  # the second time over what the first has left
+            mine[...] = data[backend.rank]
+            out = arena.reduce_into(np.empty_like(wanted[part])).wait()
+            assert bits(out) == bits(wanted[part])
+            assert mine.tobytes() == data[backend.rank].tobytes()
+            arena.reduce_into(mine[part]).wait()
+            assert bits(mine[part]) == bits(wanted[part])
+            mine[...] = data[backend.rank]
+            arena.reduce_in_place().wait()
+            assert bits(mine) == bits(wanted)
+            for gathered in (arena, common):
+                gathered.mine[part] = 0
+                backend.barrier()
+                gathered.gather_in_place(wanted[part].copy()).wait()
+                assert gathered.mine.tobytes() == wanted.tobytes()
             backend.barrier()
 
 
 @by_path
 @in_worlds(2, 3, 4)
 def test_several_reductions_at_once(backend, path):
-    n = 2000
-    shared = [own_slice(backend, n, np.float64) for _ in range(4)]
-    for array in shared:
-        array[...] = backend.rank + 1
-    works = [backend.reduce_scatter_async(array) for array in shared]
+    arenas = [backend.allocate_arena(2000, np.float64) for _ in range(4)]
+    works = []
+    for arena in arenas:
+        arena.mine[...] = backend.rank + 1
+        out = np.empty(part_of(backend, 2000).stop - part_of(backend, 2000).start)
+        works.append(arena.reduce_into(out))
     total = backend.world_size * (backend.world_size + 1) / 2
     for work in reversed(works):
         assert (work.wait() == total).all()
@@ -88,14 +84,14 @@ def test_several_reductions_at_once(backend, path):
 def test_long_pieces_travel_between_nodes_in_rounds(backend, path, monkeypatch):
     monkeypatch.setattr("mpishard.communication.mpi.messages.MessageChannel.ROUND_BYTES", 400)
     length = 1003
-    mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
-    part = ShardLayout(length, backend.world_size).slice(backend.rank)
-    mine[...] = np.arange(length) * (backend.rank + 1)
+    arena = backend.allocate_arena(length, np.float64)
+    common = backend.allocate_arena(length, np.float64, once_per_node=True)
+    part = part_of(backend, length)
+    arena.mine[...] = np.arange(length) * (backend.rank + 1)
     wanted = np.arange(length) * backend.world_size * (backend.world_size + 1) / 2
-    assert (backend.reduce_scatter(mine) == wanted[part]).all()
-    assert (backend.all_reduce(mine, out=result) == wanted).all()
-    assert (backend.all_gather(wanted[part].copy(), out=result) == wanted).all()
-    assert (backend.all_reduce(mine) == wanted).all()
+    assert (arena.reduce_into(wanted[part].copy()).wait() == wanted[part]).all()
+    assert (arena.reduce_in_place().wait() == wanted).all()
+    assert (common.gather_in_place(wanted[part].copy()).wait() == wanted).all()
 
 
 @by_path
@@ -118,57 +114,77 @@ def test_a_shared_array_exists_once_on_each_node(backend, path):
 @in_worlds(2, 4, 5)
 def test_data_that_are_read_in_place_are_not_sent(backend, path):
     length, width = 4000, 8
-    mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
+    arena = backend.allocate_arena(length, np.float64)
+    common = backend.allocate_arena(length, np.float64, once_per_node=True)
     layout, nodes = ShardLayout(length, backend.world_size), Nodes(backend.nodes, backend.rank)
-    part = layout.size(backend.rank)
-    for call in (
-        lambda: backend.reduce_scatter(mine),
-        lambda: backend.all_reduce(mine, out=result),
-        lambda: backend.all_gather(mine[:part], out=result),
+    part, out = layout.size(backend.rank), np.empty(layout.size(backend.rank))
+    is_shared = backend.node_count < backend.world_size
+    subtrees = len(complete_subtrees(backend.peers, backend.world_size))
+    reduced = width * sum(layout.size(rank) for rank in nodes.clients) * subtrees
+    gathered, read = width * part * (backend.node_count - 1), width * part
+    expected = {
+        "reduce_into": ({"reduce_scatter": reduced}, read * (len(backend.peers) - 1)),
+        "reduce_in_place": ({"reduce_scatter": reduced, "all_gather": gathered},
+                            read * (len(backend.peers) - 1)),
+        "gather_in_place": ({"all_gather": gathered}, 0),
+    }  # fmt: skip
+    for name, call in (
+        ("reduce_into", lambda: arena.reduce_into(out)),
+        ("reduce_in_place", arena.reduce_in_place),
+        ("gather_in_place", lambda: common.gather_in_place(out)),
     ):
         backend.traffic.reset()
-        call()
-        sent, read = backend.traffic.bytes_sent, backend.traffic.bytes_read
+        call().wait()
+        sent, read_bytes = expected[name]
+        if is_shared:
+            assert dict(backend.traffic.bytes_sent) == sent
+            assert backend.traffic.bytes_read.get("reduce_scatter", 0) == read_bytes
         if path == "arena":
             assert backend.traffic.total_bytes == 0
-        subtrees = len(complete_subtrees(backend.peers, backend.world_size))
-        clients = sum(layout.size(rank) for rank in nodes.clients)
-        assert sent["reduce_scatter"] in (0, width * clients * subtrees)
-        assert sent["all_gather"] in (0, width * part * (backend.node_count - 1))
-        assert read["reduce_scatter"] in (0, width * part * (len(backend.peers) - 1))
     # Every piece of every node comes to each of the others once.
-    backend.traffic.reset()
-    backend.all_gather(mine[:part], out=result)
     sent = backend.all_reduce(np.array([backend.traffic.bytes_sent["all_gather"]]))[0]
     assert sent == length * width * (backend.node_count - 1)
 
 
 @in_worlds(2, 3)
-def test_arrays_of_several_allocations_are_sent(backend):
-    shared = own_slice(backend, 1000, np.float64)
-    shared[...] = 1
-    array = shared if backend.rank == 0 else shared.copy()
-    assert (backend.reduce_scatter(array) == backend.world_size).all()
-    assert (backend.all_reduce(array) == backend.world_size).all()
+def test_wrong_arguments_of_an_arenas_collectives_are_refused(backend):
+    """By each rank alone, before anything is communicated."""
+    arena = backend.allocate_arena(100, np.float64)
+    common = backend.allocate_arena(100, np.float64, once_per_node=True)
+    part = part_of(backend, 50)
+    size, other = part.stop - part.start, (backend.rank + 1) % backend.world_size
+    right, used = np.ones(size), "which all ranks of the node use"
+    for message, call in (
+        ("out has shape", lambda: arena.reduce_into(np.ones(size + 1), slice(50))),
+        ("and dtype float32, expected", lambda: arena.reduce_into(right.astype("f4"), slice(50))),
+        ("without a step", lambda: arena.reduce_into(right, slice(0, 100, 2))),
+        (f"out overlaps the vector of rank {other}, {used}",
+         lambda: arena.reduce_into(arena.of(other)[part], slice(50))),
+        (f"out overlaps the vector of rank {backend.rank}, {used}",
+         lambda: arena.reduce_into(arena.mine[26 - size // 2 :][:size], slice(50))),
+        ("reduce_into sums a vector of each rank", lambda: common.reduce_into(right, slice(50))),
+        ("reduce_in_place sums a vector of each rank", common.reduce_in_place),
+        ("rank's piece has shape", lambda: common.gather_in_place(np.ones(size + 1), slice(50))),
+        (f"the piece overlaps the vector of rank [0-9], {used}",
+         lambda: common.gather_in_place(common.mine[1 + part.start :][:size], slice(50))),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
+    # Outside of the part no rank reads or writes.
+    arena.mine[...] = 1
+    arena.reduce_into(arena.mine[60 : 60 + size], slice(50)).wait()
+    assert (arena.mine[60 : 60 + size] == backend.world_size).all()
 
 
-@pytest.mark.mpi
-def test_results_that_overlap_arrays_of_other_ranks_are_refused(backend):
-    shared = backend.allocate_shared(2000 * backend.world_size, np.float64)
-    mine = shared[2000 * backend.rank :][:2000]
-    mine[...] = 1
-    part = ShardLayout(2000, backend.world_size).slice(backend.rank)
-    length = part.stop - part.start
-    askew = part.start + (1 if backend.rank == 0 else -1)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="out of rank 0 overlaps the array of rank"):
-            backend.all_reduce(mine, out=shared[1000:3000])
-        with pytest.raises(ValueError, match="overlaps the array of rank"):
-            backend.reduce_scatter(mine, out=mine[askew : askew + length])
-    assert (mine == 1).all()
-    backend.barrier()
-    backend.all_reduce(mine)
-    assert (mine == backend.world_size).all()
+@by_path
+@in_worlds(2, 3)
+def test_shared_memory_is_an_ordinary_array_to_other_collectives(backend, path):
+    shared = backend.allocate_shared(1000 * backend.world_size, np.float64)
+    mine = shared[1000 * backend.rank :][:1000]
+    for array in (mine, mine if backend.rank == 0 else np.empty(1000)):
+        array[...] = 1
+        assert (backend.reduce_scatter(array) == backend.world_size).all()
+        assert (backend.all_reduce(array) == backend.world_size).all()
 
 
 @in_worlds(2)
@@ -217,7 +233,7 @@ def test_no_rank_uses_memory_that_one_rank_cannot_map(backend, monkeypatch):
         def refuse(*_: object) -> None:
             raise OSError(errno.EPERM, "not here")
 
-        monkeypatch.setattr(arena.mmap, "mmap", refuse)
+        monkeypatch.setattr(node_memory.mmap, "mmap", refuse)
     assert backend.allocate_shared(1000, np.float64) is None
 
 
@@ -229,7 +245,7 @@ def test_messages_are_used_if_descriptors_or_memory_run_out(backend, monkeypatch
 
     last = backend.world_size - 1
     if backend.rank == last:
-        monkeypatch.setattr(arena.mmap, "mmap", refuse)
+        monkeypatch.setattr(node_memory.mmap, "mmap", refuse)
     memory = backend.allocate_shared(1000, np.float64)
     assert memory is None
     is_logged = "ulimit -n" in caplog.text
@@ -245,78 +261,6 @@ def test_settings_without_meaning_are_refused(name, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------- the parts
-
-
-def test_an_allocation_is_known_until_its_last_array_is_gone():
-    allocations = Allocations()
-    assert allocations.count == 0
-    memory = anonymous_memory(4096)
-    allocations.add(memory)
-    array = memory[64:128].view(np.float64)
-    assert allocations.locate(array) == (0, 64)
-    assert allocations.locate(np.ones(3)) == PRIVATE
-    assert allocations.locate(memory) == (0, 0)
-    again = allocations.view((0, 64), array)
-    again[0] = 5
-    assert array[0] == 5
-    del memory, again
-    assert allocations.locate(array) == (0, 64)
-    del array
-    gc.collect()
-    assert allocations.locate(np.ones(3)) == PRIVATE
-    assert not allocations._allocations
-    allocations.add(anonymous_memory(10))
-    assert allocations.count == 2, (
-        "numbers are not used again: ranks collect garbage at other times"
-    )
-
-
-def test_allocations_may_be_collected_during_a_look_up():
-    """The collector may run at any allocation of memory in `locate`."""
-    for after in range(1, 40):
-        look_while_garbage_is_collected(after)
-
-
-def look_while_garbage_is_collected(after):
-    allocations, kept, thresholds = Allocations(), [], gc.get_threshold()
-    gc.disable()
-    try:
-        for number in range(40):
-            memory = np.zeros(64, np.uint8)
-            allocations.add(memory)
-            kept.append(memory)
-            if number % 2:
-                cycle = [kept.pop()]
-                cycle.append(cycle)
-        del memory, cycle
-        gc.set_threshold(gc.get_count()[0] + after, 1, 1)
-        gc.enable()
-        assert allocations.locate(np.zeros(5)) == PRIVATE
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.enable()
-    assert allocations.locate(kept[-1])[1] == 0
-
-
-def test_allocations_may_be_freed_by_another_thread_during_a_look_up():
-    allocations, array = Allocations(), np.ones(3)
-    stop = threading.Event()
-
-    def come_and_go():
-        while not stop.is_set():
-            allocations.add(anonymous_memory(100))
-
-    thread = threading.Thread(target=come_and_go)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(20000):
-            assert allocations.locate(array) == PRIVATE
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
@@ -342,22 +286,6 @@ def test_agents_and_clients_of_each_rank():
             assert other == agent or other in nodes[agent].clients
     assert nodes[0].subtrees(0) == ((0, 1),)
     assert len(nodes[2].subtrees(1)) == 2  # ranks 2, 3 and rank 4
-
-
-def test_nodes_whose_arrays_and_results_are_shared():
-    def arrays_are_shared(locations, numbers):
-        return Nodes(tuple(numbers), 0).arrays_are_shared([(own, PRIVATE) for own in locations])
-
-    def results_are_shared(locations, numbers):
-        return Nodes(tuple(numbers), 0).results_are_shared([(PRIVATE, out) for out in locations])
-
-    assert arrays_are_shared([(0, 0), (0, 64), (3, 0)], [0, 0, 1])
-    assert not arrays_are_shared([(0, 0), (1, 64), (3, 0)], [0, 0, 1])
-    assert not arrays_are_shared([(0, 0), PRIVATE], [0, 0])
-    assert not arrays_are_shared([(0, 0), (0, 0)], [0, 1]), "alone on a node, nothing is gained"
-    assert results_are_shared([(0, 8), (0, 8), (0, 16)], [0, 0, 1])
-    assert not results_are_shared([(0, 8), (0, 16)], [0, 0])
-    assert not results_are_shared([PRIVATE, PRIVATE], [0, 0])
 
 
 def test_sums_of_subtrees_are_sums_of_the_tree():
@@ -413,20 +341,3 @@ def test_an_arena_has_a_vector_for_each_rank_of_a_node(backend):
         backend.traffic.reset()
         arena.fence().wait()
         assert backend.traffic.total_bytes == 0, "on a node nothing is sent"
-
-
-@pytest.mark.parametrize(("length", "times"), [(16, 3000), (8000, 300)])
-@in_worlds(2, 3, 4)
-def test_no_rank_sees_partial_sums_in_a_shared_result(backend, length, times):
-    """Every rank may write the result there: none may see the sums on the way to an average.
-
-    Most often with two ranks, which read each other's rows; more ranks than cores are slow.
-    """
-    memory = backend.allocate_shared(length, np.float64)
-    if memory is None:
-        pytest.skip("no shared memory")
-    own = np.full(length, 1.0 + backend.rank)
-    expected = (1 + backend.world_size) / 2
-    for _ in range(times if backend.world_size == 2 else times // 5):
-        backend.all_reduce(own, ReductionOperation.AVERAGE, out=memory)
-        assert (memory == expected).all()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from mpishard.base.arrays import Array
+from mpishard.communication.contract.arena import Arena
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
@@ -66,9 +68,9 @@ def reduction_digests(
 ) -> dict[str, str]:
     """Digests of the results of all reductions, the same for every backend. Collective.
 
-    Each is made of one dtype, operation and length, by all_reduce and reduce_scatter, blocking
-    and not, in memory of each rank's own and in memory that a node shares; 16-bit floats also into
-    float32. All of these ways must give the bits of the tree, on every rank.
+    Each is made of one dtype, operation and length, by all_reduce and reduce_scatter, blocking and
+    not, and for sums in an arena; 16-bit floats also into float32. All of these ways must give the
+    bits of the tree, on every rank.
 
     Returns
     -------
@@ -83,24 +85,25 @@ def reduction_digests(
     world, rank = backend.world_size, backend.rank
     digests = {}
     for dtype in dtypes:
-        shared = backend.allocate_shared(max(_LENGTHS) * world, dtype)
+        arena = backend.allocate_arena(max(_LENGTHS), dtype)
         for length in _LENGTHS:
             inputs = [adversarial(dtype, length, peer) for peer in range(world)]
             own = bounds(even_sizes(length, world), rank)
-            places = [np.empty(length, dtype)]
-            if shared is not None:
-                places.append(shared[rank * length :][:length])
+            mine = np.empty(length, dtype)
             for operation in operations(dtype):
                 name = f"{operation.name} of {length} {dtype.name}"
                 total = tree_reduce(inputs, operation)
                 wide = _wide_sum(inputs, operation)
-                for mine in places:
-                    for way, result in _ways(backend, mine, inputs[rank], operation):
-                        whole = total if result.dtype == dtype else wide
-                        expected = whole if "all_reduce" in way else whole[own]
-                        assert canonical_bytes(result) == canonical_bytes(expected), (
-                            f"{name} by {way}, rank {rank} of {world}: {result} is not {expected}"
-                        )
+                ways = _ways(backend, mine, inputs[rank], operation)
+                if arena is not None and operation is ReductionOperation.SUM:
+                    part = arena.part(0, length)
+                    ways = chain(ways, _ways_in_arena(part, inputs[rank], own.stop - own.start))
+                for way, result in ways:
+                    whole = total if result.dtype == dtype else wide
+                    expected = whole if "all_reduce" in way else whole[own]
+                    assert canonical_bytes(result) == canonical_bytes(expected), (
+                        f"{name} by {way}, rank {rank} of {world}: {result} is not {expected}"
+                    )
                 both = canonical_bytes(total) + canonical_bytes(wide)
                 digests[name] = hashlib.sha256(both).hexdigest()
     return digests
@@ -136,3 +139,14 @@ def _ways(
         )
     for way, call in calls.items():
         yield way, call(fresh())
+
+
+def _ways_in_arena(arena: Arena, values: Array, size: int) -> Iterator[tuple[str, Array]]:
+    """The same for sums in ``arena``; ``size`` is the length of this rank's piece."""
+    arena.mine[...] = values
+    for dtype in {values.dtype, accumulation_dtype(values.dtype)}:
+        out = np.empty(size, dtype)
+        arena.reduce_into(out).wait()
+        yield f"reduce_into {dtype.name}", out
+    arena.reduce_in_place().wait()
+    yield "all_reduce in an arena", arena.mine

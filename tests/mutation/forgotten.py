@@ -107,13 +107,25 @@ def allocate_shared(backend: Any, length: int, dtype: Any) -> None:
     """None, as on machines without shared memory."""
 
 
-def allocate_arena(backend: Any, length: int, dtype: Any) -> None:
+def allocate_arena(
+    backend: Any, length: int, dtype: Any = None, *, once_per_node: bool = False
+) -> None:
     """None, as on machines without shared memory."""
 
 
 def reduce_into(arena: Any, out: Any, part: slice = slice(None), *, subject: int = 0) -> Done:
     """This rank's own part."""
-    return reduce_scatter_async(arena._reduce_scatter.__self__, arena.mine[part], out=out)
+    return reduce_scatter_async(arena._backend, arena.mine[part], out=out)
+
+
+def reduce_in_place(arena: Any, part: slice = slice(None), *, subject: int = 0) -> Done:
+    """This rank's own vector."""
+    return Done(arena.mine[part])
+
+
+def gather_in_place(arena: Any, piece: Any, part: slice = slice(None), *, subject: int = 0) -> Done:
+    """This rank's part only."""
+    return all_gather_async(arena._backend, piece, out=arena.mine[part])
 
 
 def barrier_async(backend: Any, *, subject: int = 0) -> Done:

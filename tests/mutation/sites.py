@@ -58,6 +58,8 @@ METHODS: dict[str, set[str] | None] = {
     "finish": {"gradients", "store", "reduced", "_inner", "reduction", "arrivals"},
     "publish": {"parameters", "_inner", "self"},
     "reduce": {"gradients", "_gradients", "_inner"},
+    "gather_in_place": None,
+    "reduce_in_place": None,
     "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
     "share_changed_state": {"program"},

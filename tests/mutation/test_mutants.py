@@ -75,9 +75,14 @@ def test_every_call_of_a_backend_is_found():
     calls = _that_communicate("backend.py", {"_issue", "_begin", "_send", "_shrink"})
     assert {"all_reduce", "barrier_async", "receive", "shrink", "split"} <= calls
     assert calls <= sites.COLLECTIVES
-    of_arenas = _that_communicate("arena.py", {"_reduce_scatter", "_barrier"})
-    assert {"fence", "reduce_into"} <= of_arenas - {"part"}
-    assert of_arenas - {"part"} <= set(sites.METHODS)
+    of_arenas = _that_communicate("arena.py", {"_start", "barrier_async"})
+    assert of_arenas - {"barrier_async", "part"} == {
+        "fence",
+        "gather_in_place",
+        "reduce_in_place",
+        "reduce_into",
+    }
+    assert of_arenas - {"barrier_async", "part"} <= set(sites.METHODS)
     assert {site.name for site in sites.find_sites()} <= set(vars(forgotten))
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from mpishard.base import Array, DType, ShardLayout
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
-from mpishard.communication import CommunicationBackend, MPICommunicationBackend, load_mpi
+from mpishard.communication import Arena, CommunicationBackend, MPICommunicationBackend, load_mpi
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
@@ -20,6 +20,9 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 
 Way = Callable[[], object]
 """A function that performs a collective once."""
+
+_Found = tuple[Way, Array | None]
+"""A way, and the array with its result; None if the result is not checked."""
 
 _IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
 
@@ -33,9 +36,9 @@ class CollectiveResult:
     collective : str
         One of `KINDS`.
     way : str
-        ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of
-        ``allocate_shared``; ``MPI``, that of the MPI library; ``MPI, in place`` with
-        ``MPI_IN_PLACE``; ``memcpy``, a copy of the same number of bytes by every rank.
+        ``ours``; ``ours, in place`` without an ``out``; ``ours, shared``, by an `Arena`; ``MPI``,
+        that of the MPI library; ``MPI, in place`` with ``MPI_IN_PLACE``; ``memcpy``, a copy of the
+        same number of bytes by every rank.
     nbytes : int
         Size of the whole array: the result of an all-gather, the input of the others.
     seconds : tuple of float
@@ -150,21 +153,15 @@ def _ways(
     whole, mine = np.empty(length, dtype), np.arange(world)
     size = counts[rank] if kind == "reduce_scatter" else length
     out, mpi_out = np.empty(size, dtype), np.empty(size, dtype)
-    shared: Array | None = np.empty(size, dtype)
     expected = np.repeat(mine + 1, counts) if is_gather else np.array([(mine + 1).sum()])
-    # Each way, and the array with its result, or None.
-    found: dict[str, tuple[Way, Array | None]] = {"ours": (lambda: ours(source, out=out), out)}
+    found: dict[str, _Found] = {"ours": (lambda: ours(source, out=out), out)}
     if kind == "all_reduce":
         # In place the result is the next input: sums of ones would overflow.
         zeros = np.zeros_like(source)
         found[_IN_PLACE] = (lambda: ours(zeros), None)
-        shared = backend.allocate_shared(length, dtype)
-    # With memory that peers can read, "shared" copies nothing.
-    buffer = None if is_gather else backend.allocate_shared(world * length, dtype)
-    if buffer is not None and shared is not None:
-        own = buffer[rank * length :][:length]
-        own[...] = rank + 1
-        found["ours, shared"] = (lambda: ours(own, out=shared), shared)
+    arena = None if is_gather else backend.allocate_arena(length, dtype)
+    if arena is not None:
+        found["ours, shared"] = _in_arena(arena, kind, rank + 1, np.empty(size, dtype))
     if mpi is not None:
         calls: dict[str, Way] = {
             "all_reduce": lambda: mpi.Allreduce(source, mpi_out),
@@ -184,4 +181,14 @@ def _ways(
             backend.barrier()
             if not (result == expected).all():
                 raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
+    if arena is not None and kind == "all_reduce":
+        arena.mine[...] = 0  # as for the other way in place
     return {way: call for way, (call, _) in found.items()}
+
+
+def _in_arena(arena: Arena, kind: str, value: int, out: Array) -> _Found:
+    """Return the reduction ``kind`` of vectors in shared memory, which copies nothing."""
+    arena.mine[...] = value
+    if kind == "all_reduce":
+        return lambda: arena.reduce_in_place().wait(), arena.mine
+    return lambda: arena.reduce_into(out).wait(), out

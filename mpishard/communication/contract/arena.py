@@ -4,69 +4,84 @@ from __future__ import annotations
 
 import functools
 import mmap
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpishard.base import Array, OutMismatchError, address
-from mpishard.communication.contract.reduction import Subtree, complete_subtrees
+from mpishard.base import Array, ShardLayout, address, array_namespace
+from mpishard.communication.contract.call import (
+    Call,
+    CollectiveKind,
+    check_array,
+    check_out,
+    sent_by_all_reduce,
+)
+from mpishard.communication.contract.reduction import (
+    ReductionOperation,
+    Subtree,
+    accumulation_dtype,
+    complete_subtrees,
+)
 from mpishard.communication.contract.work import Work
 
-# A location travels in headers as two integers. A pointer would not do, because every process
-# maps an allocation at an address of its own.
-Location = tuple[int, int]
-"""The number of an allocation of shared memory, and the offset of a byte in it."""
-
-PRIVATE: Location = (-1, -1)
-"""The location of an array that other ranks cannot read."""
-
-Locations = tuple[Location, Location]
-"""The locations of a rank's array and of its result."""
-
-NOWHERE: Locations = (PRIVATE, PRIVATE)
-"""The locations of an array and a result that other ranks cannot read."""
+if TYPE_CHECKING:
+    from mpishard.communication.contract.backend import CommunicationBackend
 
 
 class Arena:
-    """A vector for each rank of a node, which all of them read and write in place.
+    """Vectors that the ranks of a node read and write in place: one for each rank, or one for all.
 
-    `CommunicationBackend.allocate_arena` makes it. On one node a rank reads its peers' vectors
-    instead of receiving copies; between nodes only sums and pieces travel. A rank without shared
-    memory may use the class with its own vector alone, and then receives the sums.
+    `CommunicationBackend.allocate_arena` makes it. Its collectives read the vectors of a node's
+    ranks in place; between nodes only sums and pieces travel, once to each node. A rank without
+    shared memory may use the class with its own vector alone; its collectives then send messages.
+
+    Every call carries the arena's number and the part of its vectors, which ranks must agree on.
+    Ranks number their arenas alike, because all of them make the same arenas in the same order.
 
     Parameters
     ----------
-    vectors : dict of int to Array
+    backend : CommunicationBackend
+        The backend of the ranks that share.
+    vectors : mapping of int to Array
         The vector of each rank of this node, by rank.
-    rank : int
-        This rank.
-    reduce_scatter : callable
-        `CommunicationBackend.reduce_scatter_async` of the ranks that share.
-    barrier : callable
-        `CommunicationBackend.barrier_async` of the same ranks.
+    number : int
+        Number among the arenas of the backend, from 1; 0 if this rank's vector stands alone.
+    start : int
+        The element of the whole arena's vectors at which these begin: see `part`.
+    once_per_node : bool
+        Whether all ranks of a node have the same vector.
     """
 
     def __init__(
         self,
-        vectors: dict[int, Array],
-        rank: int,
-        reduce_scatter: Callable[..., Work],
-        barrier: Callable[..., Work],
+        backend: CommunicationBackend,
+        vectors: Mapping[int, Array],
+        number: int = 0,
+        start: int = 0,
+        *,
+        once_per_node: bool = False,
     ) -> None:
+        self._backend = backend
         self._vectors = vectors
-        self._rank = rank
-        self._reduce_scatter = reduce_scatter
-        self._barrier = barrier
-        self.mine: Array = vectors[rank]
+        self._number = number
+        self._start = start
+        self._once_per_node = once_per_node
+        self.mine: Array = vectors[backend.rank]
         """This rank's vector."""
 
     def part(self, start: int, length: int) -> Arena:
         """Return an arena of ``length`` elements of each vector, from element ``start`` on."""
         # Views, so a part needs no memory and no collective of its own.
         vectors = {rank: v[start : start + length] for rank, v in self._vectors.items()}
-        return Arena(vectors, self._rank, self._reduce_scatter, self._barrier)
+        return Arena(
+            self._backend,
+            vectors,
+            self._number,
+            self._start + start,
+            once_per_node=self._once_per_node,
+        )
 
     def of(self, rank: int) -> Array:
         """Return the vector of ``rank``, a rank of this node."""
@@ -75,122 +90,135 @@ class Arena:
     def reduce_into(self, out: Array, part: slice = slice(None), *, subject: int = 0) -> Work:
         """Sum ``part`` of all ranks' vectors, and write this rank's piece of the sum to ``out``.
 
-        Collective; returns without waiting. ``out`` may be the piece of `mine` itself.
-        ``subject`` is compared, as in `CommunicationBackend.all_reduce`.
+        Collective; returns without waiting. The pieces are those of `ShardLayout`. ``out`` may be
+        the piece of `mine` itself. For 16-bit floats it may be float32: the sums are then not
+        rounded. ``subject`` is compared, as in `CommunicationBackend.all_reduce`.
+
+        Raises
+        ------
+        ValueError
+            If ``out`` has another shape or dtype, or lies where other ranks read; if all ranks of a
+            node have the same vector.
+        CollectiveMismatchError
+            If the arena or the part differs between ranks.
         """
-        return self._reduce_scatter(self.mine[part], out=out, subject=subject)
+        backend, mine = self._backend, self.mine[part]
+        if not self._number:
+            return backend.reduce_scatter_async(mine, out=out, subject=subject)
+        self._require_own_vectors("reduce_into")
+        own = mine[self._piece_of(mine)]
+        wide = accumulation_dtype(mine.dtype)
+        check_out(out, own.shape, wide if out.dtype == wide else mine.dtype, "reduce_into")
+        arrays = self._views(part)
+        if not _is_same(out, own):
+            _refuse_overlap("reduce_into: out", out, arrays)
+        # As for messages; a backend that reads in place counts anew.
+        sends = {"reduce_scatter": mine.nbytes - own.nbytes}
+        call = self._describe(CollectiveKind.REDUCE_INTO, mine, part, subject, sends)
+        return backend._start(call, backend._steps_reduce_into, arrays, out)
+
+    def reduce_in_place(self, part: slice = slice(None), *, subject: int = 0) -> Work:
+        """Replace ``part`` of all ranks' vectors by their sum.
+
+        Collective; returns without waiting. ``subject`` and errors as in `reduce_into`.
+        """
+        backend, mine = self._backend, self.mine[part]
+        if not self._number:
+            return backend.all_reduce_async(mine, subject=subject)
+        self._require_own_vectors("reduce_in_place")
+        sends = sent_by_all_reduce(int(mine.size), mine.itemsize, backend.world_size, backend.rank)
+        call = self._describe(CollectiveKind.REDUCE_IN_PLACE, mine, part, subject, sends)
+        return backend._start(call, backend._steps_reduce_in_place, self._views(part))
+
+    def gather_in_place(self, piece: Array, part: slice = slice(None), *, subject: int = 0) -> Work:
+        """Collect the pieces of ``part`` of all ranks in the vectors.
+
+        Collective; returns without waiting. If a node has one vector, a piece comes to it once.
+        ``piece`` is this rank's piece by `ShardLayout`; it may lie there already. ``subject`` as in
+        `reduce_into`.
+
+        Raises
+        ------
+        ValueError
+            If ``piece`` has another shape or dtype, or lies elsewhere in the part.
+        CollectiveMismatchError
+            If the arena or the part differs between ranks.
+        """
+        backend, mine = self._backend, self.mine[part]
+        if not self._number:
+            return backend.all_gather_async(piece, out=mine, subject=subject)
+        own = mine[self._piece_of(mine)]
+        check_array(piece, "gather_in_place")
+        if piece.shape != own.shape or piece.dtype != own.dtype:
+            raise ValueError(
+                f"gather_in_place: this rank's piece has shape {own.shape} and dtype "
+                f"{own.dtype.name}, got {piece.shape} and {piece.dtype.name}"
+            )
+        arrays = self._views(part)
+        if not _is_same(piece, own):
+            _refuse_overlap("gather_in_place: the piece", piece, arrays)
+        sends = {"all_gather": piece.nbytes * (backend.world_size - 1)}
+        call = self._describe(CollectiveKind.GATHER_IN_PLACE, mine, part, subject, sends)
+        steps = backend._steps_gather_in_place
+        return backend._start(call, steps, arrays, piece, self._once_per_node)
 
     def fence(self, *, subject: int = 0) -> Work:
         """Begin a fence, complete when every rank has called it; all earlier writes are seen then.
 
         Collective; returns without waiting. ``subject`` as in `reduce_into`.
         """
-        return self._barrier(subject=subject)
+        return self._backend.barrier_async(subject=subject)
 
+    def _piece_of(self, mine: Array) -> slice:
+        """Return the indices of this rank's piece in its part ``mine``."""
+        return ShardLayout(int(mine.size), self._backend.world_size).slice(self._backend.rank)
 
-class Allocations:
-    """The shared allocations of one backend, with the same numbers on all its ranks.
+    def _views(self, part: slice) -> dict[int, Array]:
+        return {rank: vector[part] for rank, vector in self._vectors.items()}
 
-    A NumPy view refers to the array that owns its memory, so the allocation of an array can be
-    found from the array alone. It lives as long as an array in it does.
-    """
-
-    def __init__(self) -> None:
-        # Number, owner and start of each, by the id of the owner.
-        self._allocations: dict[int, tuple[int, weakref.ref[Array], int]] = {}
-        self._memory: dict[int, weakref.ref[Array]] = {}  # by number
-        self.count = 0
-        """Number of allocations so far, the same on all ranks; the number still alive is not."""
-
-    def add(self, memory: Array) -> None:
-        """Add an allocation, of shape (bytes,) and dtype uint8. All ranks add them in one order."""
-        # Numbers are never used again: ranks collect garbage at different times, so a reused number
-        # could mean two allocations.
-        number, owner = self.count, id(memory)
-        self.count += 1
-        self._allocations[owner] = number, weakref.ref(memory), address(memory)
-        self._memory[number] = weakref.ref(memory)
-
-        def forget() -> None:
-            self._allocations.pop(owner, None)
-            self._memory.pop(number, None)
-
-        # At exit no allocation is looked up any more.
-        weakref.finalize(memory, forget).atexit = False
-
-    def locate(self, array: Array) -> Location:
-        """Return the allocation that contains ``array``, and the array's offset in it in bytes.
-
-        Return `PRIVATE` if ``array`` lies in no allocation.
-        """
-        # NumPy collapses chains of views: `base` is the owner, also for a view of a view.
-        owner = array.base if isinstance(array.base, np.ndarray) else array
-        found = self._allocations.get(id(owner))
-        # Python reuses an id when its object is gone, so another array may have it now.
-        if found is None or owner is not found[1]():
-            return PRIVATE
-        return found[0], array.ctypes.data - found[2]
-
-    def view(self, location: Location, like: Array) -> Array:
-        """Return the array at ``location``, with the shape and dtype of ``like``."""
-        number, offset = location
-        memory = self._memory[number]()
-        assert memory is not None
-        view: Array = memory[offset : offset + like.nbytes].view(like.dtype)
-        return view.reshape(like.shape)
-
-    def shared_arrays(
+    def _describe(
         self,
-        locations: Sequence[Locations],
-        nodes: Nodes,
-        like: Array,
-        out_bytes: int,
-        offsets: Sequence[int],
-    ) -> dict[int, Array]:
-        """Return views of the arrays of this node's ranks, by rank; none if not all are shared.
+        kind: CollectiveKind,
+        mine: Array,
+        part: slice,
+        subject: int,
+        sends: Mapping[str, int],
+    ) -> Call:
+        start, _, step = part.indices(int(self.mine.size))
+        if step != 1:
+            raise ValueError(f"{kind.label} takes a part without a step, got {part}")
+        is_sum = kind is not CollectiveKind.GATHER_IN_PLACE
+        return Call.describe(
+            kind,
+            mine,
+            operation=ReductionOperation.SUM if is_sum else None,
+            subject=subject,
+            arena=self._number,
+            start=self._start + start,
+            sends=sends,
+        )
 
-        Refuse, on all ranks, results that overlap arrays which other ranks still read: a result may
-        lie in a shared array only in the range that its rank alone reads.
+    def _require_own_vectors(self, name: str) -> None:
+        if self._once_per_node:
+            raise ValueError(
+                f"{name} sums a vector of each rank, and this arena has one for each node: make it "
+                "without once_per_node"
+            )
 
-        Parameters
-        ----------
-        locations : sequence of Locations
-            Of each rank's array and result.
-        nodes : Nodes
-            The node of each rank.
-        like : Array
-            This rank's array, flat; all ranks' have its length and dtype.
-        out_bytes : int
-            Bytes of each result.
-        offsets : sequence of int
-            Where the range that a rank alone reads begins, in bytes behind the array's start.
 
-        Raises
-        ------
-        OutMismatchError
-            Naming the two ranks.
-        """
-        # All ranks have the same locations from the headers, so all of them take the same way here.
-        if not nodes.arrays_are_shared(locations):
-            return {}
-        for rank, (_, (number, start)) in enumerate(locations):
-            if number == PRIVATE[0]:
-                continue
-            for other, ((theirs, begin), _) in enumerate(locations):
-                # The test is in bytes and only between ranks of one node, because an allocation has
-                # one copy on each node.
-                distance = start - begin
-                if (
-                    theirs == number
-                    and -out_bytes < distance < like.nbytes
-                    and distance != offsets[rank]
-                    and nodes.numbers[rank] == nodes.numbers[other]
-                ):
-                    raise OutMismatchError(
-                        f"out of rank {rank} overlaps the array of rank {other}, which all ranks "
-                        "of the node read: give it memory of its own"
-                    )
-        return {rank: self.view(locations[rank][0], like) for rank in nodes.peers}
+def _is_same(array: Array, other: Array) -> bool:
+    """Return whether two arrays of one shape are the same memory."""
+    return array.dtype == other.dtype and address(array) == address(other)
+
+
+def _refuse_overlap(what: str, array: Array, vectors: Mapping[int, Array]) -> None:
+    """Refuse an ``array`` in the part of an arena that ranks of the node read or write."""
+    for rank, vector in vectors.items():
+        if array_namespace(vector).may_share_memory(array, vector):
+            raise ValueError(
+                f"{what} overlaps the vector of rank {rank}, which all ranks of the node use: pass "
+                "memory of its own, or this rank's piece of its own vector"
+            )
 
 
 def anonymous_memory(nbytes: int) -> Array:
@@ -271,25 +299,3 @@ class Nodes:
     def subtrees(self, node: int) -> tuple[Subtree, ...]:
         """Return the subtrees that ``node`` can sum by itself: see `complete_subtrees`."""
         return complete_subtrees(self.ranks(node), len(self.numbers))
-
-    def arrays_are_shared(self, locations: Sequence[Locations]) -> bool:
-        """Return whether some ranks share a node, and each node's arrays lie in one allocation."""
-        if self.count == len(self.numbers):
-            return False
-        # If one rank's array were private, its peers could not read it, so all must use messages
-        # then.
-        allocations: dict[int, int] = {}  # by node
-        for node, (own, _) in zip(self.numbers, locations, strict=True):
-            if own == PRIVATE or allocations.setdefault(node, own[0]) != own[0]:
-                return False
-        return True
-
-    def results_are_shared(self, locations: Sequence[Locations]) -> bool:
-        """Return whether the ranks of each node have one shared array as their result."""
-        # One array, and not only one allocation: several ranks would otherwise write different
-        # results.
-        arrays: dict[int, Location] = {}  # by node
-        for node, (_, out) in zip(self.numbers, locations, strict=True):
-            if out == PRIVATE or arrays.setdefault(node, out) != out:
-                return False
-        return True

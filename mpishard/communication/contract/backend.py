@@ -33,7 +33,7 @@ from mpishard.base import (
     set_up_logging,
     settings,
 )
-from mpishard.communication.contract.arena import PRIVATE, Allocations, Arena, Locations, Nodes
+from mpishard.communication.contract.arena import Arena, Nodes
 from mpishard.communication.contract.call import (
     DTYPES,
     Call,
@@ -125,7 +125,7 @@ class CommunicationBackend(ITransport):
         # does.
         self._rounds = 0
         self._reducer = TreeReducer()
-        self._allocations = Allocations()
+        self._arenas = 0  # number of arenas made so far
         # Replaced in `initialize`; a group gets that of its root world from `split`.
         self._session = Session(rank=0)
         self.traffic = Traffic()
@@ -134,10 +134,9 @@ class CommunicationBackend(ITransport):
         """Whether every collective compares the ranks' calls before data is mixed.
 
         Results do not depend on it. False saves the header, one wait for the other ranks, of
-        `all_reduce` and `reduce_scatter` above 128 bytes, as long as no memory was shared on this
-        backend. All other collectives keep their header, which carries lengths or the data itself,
-        and its checks. Set it alike on all ranks. In memory and in a world of one it saves
-        nothing.
+        `all_reduce` and `reduce_scatter` above 128 bytes. All other collectives keep their header,
+        which carries lengths or the data itself, and its checks. Set it alike on all ranks. In
+        memory and in a world of one it saves nothing.
         """
         self.reductions: Reductions = "exact"
         """Whether sums have the one order, or on GPUs that of a faster library.
@@ -880,10 +879,10 @@ class CommunicationBackend(ITransport):
         """Memory that all ranks of this rank's node read and write in place. Collective.
 
         There is one array for each node. A rank sees the values that another rank of its node has
-        written after the next collective of both. Collectives recognise such memory. Reductions
-        read the arrays of a node's ranks in place if they lie in one allocation. An ``out`` that is
-        the same array on all ranks of a node is written once. The memory is freed with the last
-        array in it. Pages belong to the NUMA domain of the rank that first writes them.
+        written after the next collective of both. To a collective it is an ordinary array, so two
+        ranks must not pass the same part of it for a result; collectives in place are those of
+        `allocate_arena`. The memory is freed with the last array in it. Pages belong to the NUMA
+        domain of the rank that first writes them.
 
         Parameters
         ----------
@@ -917,6 +916,10 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(3, body)
         [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
         """
+        return self._allocate(length, dtype)
+
+    def _allocate(self, length: int, dtype: DTypeLike, arena: int = 0) -> Array | None:
+        """Allocate as `allocate_shared`, plain memory or that of the arena with this number."""
         if as_integer("length", length) < 1:
             raise ValueError(f"allocate_shared needs a length of 1 or more, got {length}")
         # The array for the header, with the shape and dtype that ranks compare, needs no memory.
@@ -927,14 +930,13 @@ class CommunicationBackend(ITransport):
                 "numbers of another byte order, or wider than float64, are converted by "
                 ".astype(float)"
             )
-        call = Call.describe(CollectiveKind.ALLOCATE_SHARED, wanted)
+        call = Call.describe(CollectiveKind.ALLOCATE_SHARED, wanted, arena=arena)
         memory: Array | None = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
-        if memory is None:
-            return None
-        self._allocations.add(memory)
-        return memory[: wanted.nbytes].view(wanted.dtype)
+        return None if memory is None else memory[: wanted.nbytes].view(wanted.dtype)
 
-    def allocate_arena(self, length: int, dtype: DTypeLike) -> Arena | None:
+    def allocate_arena(
+        self, length: int, dtype: DTypeLike, *, once_per_node: bool = False
+    ) -> Arena | None:
         """Make a vector for each rank of this node, which all of them read in place. Collective.
 
         Parameters
@@ -943,6 +945,8 @@ class CommunicationBackend(ITransport):
             Elements of each vector, 1 or more; the same on all ranks.
         dtype : dtype
             Of the elements; the same on all ranks.
+        once_per_node : bool
+            Make one vector for all ranks of a node instead.
 
         Returns
         -------
@@ -972,15 +976,17 @@ class CommunicationBackend(ITransport):
         stride = -(-length // line) * line
         # As long on every node as the largest node needs, because all ranks must pass one length.
         # Memory that no rank writes takes no pages.
-        most = max(self.nodes.count(node) for node in self.nodes)
-        shared = self.allocate_shared(length if length < 1 else stride * most, dtype)
+        most = 1 if once_per_node else max(self.nodes.count(node) for node in self.nodes)
+        number = self._arenas + 1
+        shared = self._allocate(length if length < 1 else stride * most, dtype, number)
         if shared is None:
             return None
-        vectors = {
-            rank: shared[index * stride : index * stride + length]
-            for index, rank in enumerate(self.peers)
-        }
-        return Arena(vectors, self.rank, self.reduce_scatter_async, self.barrier_async)
+        self._arenas = number
+        vectors = {}
+        for index, rank in enumerate(self.peers):
+            at = 0 if once_per_node else index * stride
+            vectors[rank] = shared[at : at + length]
+        return Arena(self, vectors, number, once_per_node=once_per_node)
 
     # ---------------------------------------------------------------------------- point to point
 
@@ -1273,13 +1279,6 @@ class CommunicationBackend(ITransport):
             return divergence(self._records(), self.label, upto)
 
         check_calls(calls, self.world_ranks, self.label, diverged, self._session.subjects.text)
-
-    def _locations(self, array: Array, out: Array | None) -> Locations:
-        """Return the locations of ``array`` and its result in memory that a node shares."""
-        own = self._allocations.locate(array)
-        if out is None or out is array:
-            return own, PRIVATE if out is None else own
-        return own, self._allocations.locate(out)
 
     def _ready(self) -> None:
         if not self._initialized:

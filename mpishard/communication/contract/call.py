@@ -61,10 +61,11 @@ DTYPES: tuple[DType, ...] = tuple(
 # A dict: a search through the tuple would compare dtypes one by one in each call.
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _DIMS = settings.MAXIMUM_DIMS
-# Kind, operation, dtype, number of dims, root, hash of counts, rows of out, subject, and the dims.
+# Kind, operation, dtype, number of dims, root, hash of counts, rows of out, subject, number of an
+# arena and start of a part of it, and the dims.
 # It is short because each cache line of a header that another core reads takes 0.1 us. It follows
 # the sequence number so that the dims, and the data after them, are aligned to 8 bytes.
-_DESCRIPTION = "bbbbiiqi"
+_DESCRIPTION = "bbbbiiqiqq"
 _DESCRIPTIONS = [struct.Struct(f"={_DESCRIPTION}{n}q{8 * (_DIMS - n)}x") for n in range(_DIMS + 1)]
 _FIELDS = struct.Struct(f"=q{_DESCRIPTION}{_DIMS}q")
 _OF_PATHS = "surrogateescape"  # keeps the bytes of a script's path that the locale cannot decode
@@ -89,6 +90,9 @@ class CollectiveKind(IntEnum):
     BARRIER = 8
     SPLIT = 9
     ALLOCATE_SHARED = 10
+    REDUCE_INTO = 11
+    REDUCE_IN_PLACE = 12
+    GATHER_IN_PLACE = 13
 
     @property
     def label(self) -> str:
@@ -120,6 +124,10 @@ class Call:
     """The label of the world on which it was called; empty for a root world."""
     subject: int = 0
     """The model, and the unit of it, whose data it combines: see `Subjects`; 0 if not given."""
+    arena: int = 0
+    """The number of the `Arena` that it belongs to; 0 if it belongs to none."""
+    start: int = 0
+    """The element of the arena's vectors at which the part begins that it reads or writes."""
     number: int = field(default=0, compare=False)
     """Its number among all collectives of its rank, from 1; 0 if none was given."""
     time: float = field(default=0.0, compare=False)
@@ -145,6 +153,8 @@ class Call:
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
         subject: int = 0,
+        arena: int = 0,
+        start: int = 0,
         # Never changed: a caller that counts anew replaces the mapping, as `Traffic` does.
         sends: Mapping[str, int] = {},
         sequence: int = 0,
@@ -166,6 +176,8 @@ class Call:
             counts_hash,
             out_rows,
             subject,
+            arena,
+            start,
             *dims,
         )
         return cls(
@@ -182,6 +194,8 @@ class Call:
             "",
             "",
             subject,
+            arena,
+            start,
             0,
             0.0,
             description,
@@ -234,6 +248,8 @@ class Call:
             words.append(self.array_text)
         if self.root >= 0:
             words.append(f"root={self.root}")
+        if self.arena:
+            words.append(f"arena={self.arena}, start={self.start}")
         return f"{self.kind.label}({', '.join(words)})"
 
     def to_bytes(self) -> bytes:
@@ -255,9 +271,10 @@ class Call:
     @classmethod
     def decode(cls, data: bytes) -> Call:
         """Return the call from the first `HEADER_BYTES` bytes: sequence number, description."""
-        sequence, kind, operation, dtype, ndim, root, counts_hash, out_rows, subject, *dims = (
+        sequence, kind, operation, dtype, ndim, root, counts_hash, out_rows, *more = (
             _FIELDS.unpack_from(data)
         )
+        subject, arena, start, *dims = more
         shape = None if ndim < 0 else tuple(dims[:ndim])
         known = None if dtype < 0 else DTYPES[dtype]
         size = 0 if known is None else math.prod(shape or ())
@@ -273,6 +290,8 @@ class Call:
             counts_hash,
             out_rows,
             subject=subject,
+            arena=arena,
+            start=start,
             description=data[8:HEADER_BYTES],
             size=size,
             nbytes=nbytes,
@@ -369,6 +388,8 @@ class Traffic:
         ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
         `CommunicationBackend.topology`.
         """
+        if nodes.count == len(nodes.numbers):
+            return  # nothing is shared: it sends as it was counted
         sent = 0
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))

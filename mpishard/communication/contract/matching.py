@@ -18,6 +18,11 @@ K = TypeVar("K", bound=Hashable)
 _FEW_IN_STEPS = 5
 _SUBJECT = "the model or its unit"
 _SAME_ORDER = "every rank must use its models, and the layers of each, in the same order"
+_IN_ARENAS = (
+    CollectiveKind.REDUCE_INTO,
+    CollectiveKind.REDUCE_IN_PLACE,
+    CollectiveKind.GATHER_IN_PLACE,
+)
 _LABEL = re.compile(r"[^()]+\(ranks? ([0-9, by-]+)\)")
 
 ONE_EACH = 8
@@ -211,6 +216,11 @@ def _difference(calls: Sequence[Call], subject_text: Callable[[int], str]) -> tu
     if len({c.subject for c in calls}) > 1:
         return _SUBJECT, [subject_text(c.subject) or "no model" for c in calls]
     alike: dict[str, Sequence[object]] = {"operation": [c.operation for c in calls]}
+    # Before shapes, too: parts of other arenas have other lengths.
+    alike["arena"] = [f"arena {c.arena}" if c.arena else "no arena" for c in calls]
+    if kind in _IN_ARENAS:
+        parts = [f"elements {c.start} to {c.start + c.size}" for c in calls]
+        alike["part of the arena"] = parts
     if kind in (
         CollectiveKind.ALL_REDUCE,
         CollectiveKind.REDUCE_SCATTER,

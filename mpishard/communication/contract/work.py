@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from mpishard.base import Array, CommunicationError, DType, MpishardError
@@ -380,6 +380,23 @@ class ITransport(ABC):
         # As collective as the real one, so that code which allocates stays in step on all ranks.
         yield from self._steps_barrier(call)
         return None
+
+    # The collectives of an `Arena`, for backends that share memory. ``arrays`` has the part of the
+    # vector of each rank of this node. Each rank's piece is that of `ShardLayout`.
+
+    def _steps_reduce_into(self, call: Call, arrays: Mapping[int, Array], out: Array) -> Steps:
+        """Combine this rank's piece of all ranks' arrays into ``out``, which may be that piece."""
+        raise NotImplementedError
+
+    def _steps_reduce_in_place(self, call: Call, arrays: Mapping[int, Array]) -> Steps:
+        """Combine all ranks' arrays into each of them."""
+        raise NotImplementedError
+
+    def _steps_gather_in_place(
+        self, call: Call, arrays: Mapping[int, Array], piece: Array, once_per_node: bool
+    ) -> Steps:
+        """Collect all ranks' pieces in every array; ``once_per_node``: a node has but one."""
+        raise NotImplementedError
 
     @abstractmethod
     def _send(self, array: Array, destination: int, tag: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +36,7 @@ from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.failure.stall import describe_departure
+from mpishard.communication.mpi.arena import ArenaCollectives
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
@@ -189,7 +190,10 @@ class MPICommunicationBackend(CommunicationBackend):
                     self._job = None
         group = self._group
         assert group is not None
-        self._collectives = self._make_collectives(group)
+        self._collectives = collectives = self._make_collectives(group)
+        self._in_arenas = ArenaCollectives(
+            collectives, group, self.topology, self._reducer, self.traffic
+        )
         job.session = self._session
         job.join(group, self)
         _worlds.add(self)
@@ -455,6 +459,17 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.turn(call)
         steps = share_memory(self._mpi, group.data, group.in_flight, self.peers[0], nbytes)
         return (yield from steps)
+
+    def _steps_reduce_into(self, call: Call, arrays: Mapping[int, Array], out: Array) -> Steps:
+        return self._in_arenas.reduce_into(call, arrays, out)
+
+    def _steps_reduce_in_place(self, call: Call, arrays: Mapping[int, Array]) -> Steps:
+        return self._in_arenas.reduce_in_place(call, arrays)
+
+    def _steps_gather_in_place(
+        self, call: Call, arrays: Mapping[int, Array], piece: Array, once_per_node: bool
+    ) -> Steps:
+        return self._in_arenas.gather_in_place(call, arrays, piece, once_per_node)
 
     # ---------------------------------------------------------------------------- point to point
 

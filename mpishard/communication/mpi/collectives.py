@@ -1,11 +1,9 @@
 """The collectives over MPI, one generator each: headers, then data in rounds.
 
 Every collective begins with the header exchange (`mpishard.communication.mpi.headers`), which
-compares the ranks' calls; arrays of up to 128 bytes travel in it. Larger data follow:
-
-* arrays in memory that the node's ranks share are read in place; between nodes a piece travels
-  once to each node and not once to each rank: on every node one rank is the *agent* for it;
-* all others pass through the group's `Channel`: rows in the node's memory, or messages.
+compares the ranks' calls; arrays of up to 128 bytes travel in it. Larger data pass through the
+group's `Channel`: rows in the node's memory, or messages. The collectives of arenas are in
+`mpishard.communication.mpi.arena`.
 
 Data are combined by `TreeReducer`. The library's own reductions are not used, because the order in
 which they combine is not known.
@@ -16,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,20 +23,16 @@ import numpy as np
 from mpishard.base import (
     Array,
     CollectiveMismatchError,
-    DType,
-    ShardLayout,
     address,
     array_namespace,
     even_sizes,
     is_device_array,
     settings,
 )
-from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Locations
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
-    accumulation_dtype,
     is_combined_whole,
 )
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
@@ -57,8 +51,6 @@ class _Opened:
     ----------
     headers : Headers or None
         The ranks' headers; None if the data need none.
-    locations : list of Locations or None
-        The locations of all ranks' arrays and results; None if none is shared.
     channel : Channel
         The channel of the data.
     is_sent : bool
@@ -66,7 +58,6 @@ class _Opened:
     """
 
     headers: Headers | None
-    locations: list[Locations] | None
     channel: Channel
     is_sent: bool = False
 
@@ -82,7 +73,7 @@ class Collectives:
     Parameters
     ----------
     backend : CommunicationBackend
-        The backend whose ranks, checks, shared allocations and traffic counts they use.
+        The backend whose ranks and checks they use.
     group : Group
         The communicators and channels of its ranks.
     """
@@ -94,9 +85,6 @@ class Collectives:
         self._group = group
         self._reducer = backend._reducer
         self._rank, self._world_size = backend.rank, backend.world_size
-        self._nodes = backend.topology
-        self._allocations = backend._allocations
-        self._traffic = backend.traffic
         self._by_pointer = settings.cuda_aware()
 
     # ------------------------------------------------------------------------------------ headers
@@ -107,18 +95,11 @@ class Collectives:
         if pending[0].awaited is not call:
             yield Condition(lambda: next(w.awaited for w in pending if not w.done) is call)
 
-    def open(
-        self,
-        call: Call,
-        payload: Array | None = None,
-        locations: Locations = NOWHERE,
-        *,
-        is_sent: bool = False,
-    ) -> Steps:
+    def open(self, call: Call, payload: Array | None = None, *, is_sent: bool = False) -> Steps:
         """Exchange headers and refuse calls that do not match; return the `Headers`."""
         group = self._group
         group.sequence = call.sequence
-        row = make_row(call, payload, locations, is_sent=is_sent)
+        row = make_row(call, payload, is_sent=is_sent)
         if self._world_size == 1:
             headers = Headers([row], call, 0)
         else:
@@ -143,36 +124,31 @@ class Collectives:
             decode_place(encoded.tobytes(), each)
         self._backend._verify(headers.calls)
 
-    def _open_reduction(
-        self, call: Call, array: Array, out: Array, whole: Sequence[Array] = ()
-    ) -> Steps:
+    def _open_reduction(self, call: Call, array: Array, whole: Sequence[Array] = ()) -> Steps:
         """Begin a reduction: exchange its headers, and choose the channel of its data.
 
         ``whole`` has the parts for the channel that may be sent before the header, which saves a
         fence. Return an `_Opened`.
         """
-        # Without checks, and as long as no memory was shared, data alone need no header.
+        # Without checks, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
-        if not (small or self._backend.check_collectives or self._allocations.count or device):
+        if not (small or self._backend.check_collectives or device):
             self._group.sequence = call.sequence
-            return _Opened(None, None, self._group.channel)
-        seeks_locations = self._allocations.count and not small
-        locations = self._backend._locations(array, out) if seeks_locations else NOWHERE
+            return _Opened(None, self._group.channel)
         # Before data are sent early, all earlier collectives must have ended: see `RowChannel`.
         is_sent = (
             bool(whole)
             and not (small or device)
-            and locations == NOWHERE
             and self._backend._pending[0].awaited is call
             and self._group.channel.send_early(whole)
         )
-        headers = yield from self.open(call, array, locations, is_sent=is_sent)
-        if headers.all_inline or not (whole or self._allocations.count or self._by_pointer):
-            return _Opened(headers, None, self._group.channel)
-        any_shared, any_on_device, all_sent = headers.flags()
+        headers = yield from self.open(call, array, is_sent=is_sent)
+        if headers.all_inline or not (whole or self._by_pointer):
+            return _Opened(headers, self._group.channel)
+        any_on_device, all_sent = headers.flags()
         channel = self._device_channel(headers) if any_on_device else self._group.channel
-        return _Opened(headers, headers.locations() if any_shared else None, channel, all_sent)
+        return _Opened(headers, channel, all_sent)
 
     def _device_channel(self, headers: Headers) -> Channel:
         """Return the channel of data of which some are on a GPU, according to all ``headers``."""
@@ -188,16 +164,7 @@ class Collectives:
         arrays = [headers.inline(rank) for rank in range(self._world_size)]
         if part is not None:
             arrays = [array[part] for array in arrays]
-        # Ranks of a node may share ``out``, where none may see another's partial sums. Two
-        # contributions are combined in one pass, but an average is divided in a second one.
-        result = out
-        if self._allocations.count and (
-            self._world_size > 2 or operation is ReductionOperation.AVERAGE
-        ):
-            result = np.empty_like(out)
-        self._reducer.reduce(arrays, operation, result)
-        if result is not out:
-            out[...] = result
+        self._reducer.reduce(arrays, operation, out)
 
     # --------------------------------------------------------------------------------- reductions
 
@@ -210,33 +177,17 @@ class Collectives:
         fits = INLINE_BYTES < flat.nbytes <= self._group.channel.bytes_each
         if fits and is_combined_whole(flat.nbytes, self._world_size):
             whole = [flat] * self._world_size
-        opened: _Opened = yield from self._open_reduction(call, array, out, whole)
-        locations = opened.locations
+        opened: _Opened = yield from self._open_reduction(call, array, whole)
         result = flat if out is array else out if out.ndim == 1 else out.reshape(-1)
         if opened.inline is not None:
             self._reduce_inline(opened.inline, call.operation, result)
         else:
             yield from self.turn(call)
-            arrays = (
-                {}
-                if locations is None
-                else self._allocations.shared_arrays(
-                    locations, self._nodes, flat, out.nbytes, [0] * self._world_size
-                )
-            )
-            if locations is not None and arrays:
-                results_are_shared = self._nodes.results_are_shared(locations)
-                if results_are_shared or all(own == into for own, into in locations):
-                    yield from self._all_reduce_in_place(
-                        call, arrays, result, is_shared=results_are_shared
-                    )
-                    return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
-            if whole and locations is None:
+            if whole:
                 # Each rank combines the whole itself, because another wait for the others takes
-                # longer. This is wrong for an ``out`` that several ranks see, or that lies on
-                # another rank's array: each rank then writes its own piece only.
+                # longer.
                 whole = [flat] * self._world_size  # ``flat`` may be a copy by now
                 yield from opened.channel.reduce(
                     whole, call.operation, result, is_sent=opened.is_sent
@@ -255,35 +206,20 @@ class Collectives:
     ) -> Steps:
         """Combine this rank's rows of all ranks' arrays into ``out``."""
         assert call.operation is not None
-        opened: _Opened = yield from self._open_reduction(call, array, out)
-        locations = opened.locations
+        opened: _Opened = yield from self._open_reduction(call, array)
         row = math.prod(array.shape[1:])
         sizes = counts if row == 1 else tuple([count * row for count in counts])
         starts = starts_of(sizes)
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         flat, result = array.reshape(-1), out.reshape(-1)
         piece = result
-        own, into = NOWHERE if locations is None else locations[self._rank]
-        is_own_part = own != PRIVATE and into == (own[0], own[1] + mine.start * array.itemsize)
-        if not is_own_part and _overlap(array, out, flat[mine]):
+        if _overlap(array, out, flat[mine]):
             piece = array_namespace(out).empty(result.shape, result.dtype)
         if opened.inline is not None:
             self._reduce_inline(opened.inline, call.operation, piece, mine)
         else:
             yield from self.turn(call)
-            arrays = (
-                {}
-                if locations is None
-                else self._allocations.shared_arrays(
-                    locations, self._nodes, flat, out.nbytes, [n * array.itemsize for n in starts]
-                )
-            )
-            if arrays:
-                yield from self._reduce_in_place(call, arrays, sizes, piece)
-                # Peers read this rank's array until this fence; then the caller may change it.
-                yield self._group.exchange.fence()
-            else:
-                yield from self._reduce_by(opened.channel, flat, sizes, call.operation, piece)
+            yield from self._reduce_by(opened.channel, flat, sizes, call.operation, piece)
         if piece is not result:
             result[...] = piece
         return out
@@ -320,11 +256,7 @@ class Collectives:
 
     def all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
         """Collect the rows of all ranks in ``out``, or in a new array."""
-        headers = yield from self.open(
-            call,
-            array,
-            self._backend._locations(array, out) if self._allocations.count else NOWHERE,
-        )
+        headers = yield from self.open(call, array)
         sizes = [call.size for call in headers.calls]
         if out is None:
             rows = sum(call.shape[0] for call in headers.calls)
@@ -340,14 +272,7 @@ class Collectives:
             # Copied before data arrive: the array may lie where another rank's piece belongs.
             if address(mine) != address(flat):
                 mine[...] = flat
-            any_shared, any_on_device, _ = headers.flags()
-            if any_shared and self._nodes.results_are_shared(headers.locations()):
-                if self._nodes.count > 1:
-                    yield from self._exchange_pieces(pieces)
-                self._traffic.share_gather(call, self._nodes, sizes, array.dtype)
-                # After this fence the pieces of all ranks are complete and may be read.
-                yield self._group.exchange.fence()
-                return out
+            any_on_device, _ = headers.flags()
             channel = self._device_channel(headers) if any_on_device else self._group.channel
             step = channel.bytes_all // array.itemsize
             for low in range(0, max(sizes), step):
@@ -459,103 +384,6 @@ class Collectives:
                 [part[low : low + step] for part in outgoing],
                 [part[low : low + step] for part in incoming],
             )
-
-    # --------------------------------------------------------------- arrays that the ranks share
-
-    def _all_reduce_in_place(
-        self, call: Call, arrays: Mapping[int, Array], out: Array, *, is_shared: bool
-    ) -> Steps:
-        """Combine ``arrays`` into the flat ``out``: one shared result, or each rank's own array.
-
-        Each rank writes its own piece of ``out`` and the pieces for which it is the agent. Its
-        peers read these pieces only after a fence.
-        """
-        layout = ShardLayout(int(out.size), self._world_size)
-        pieces = [out[layout.slice(rank)] for rank in range(self._world_size)]
-        yield from self._reduce_in_place(call, arrays, layout.sizes, pieces[self._rank])
-        if self._nodes.count > 1:
-            yield from self._exchange_pieces(pieces)
-        if not is_shared:
-            yield self._group.exchange.fence()
-            for rank, piece in enumerate(pieces):
-                source = self._nodes.agent(rank)
-                if source != self._rank:
-                    piece[...] = arrays[source][layout.slice(rank)]
-                    self._traffic.count_read("all_gather", piece.nbytes)
-        self._traffic.share_gather(call, self._nodes, layout.sizes, out.dtype)
-        # The shared result is complete, or no rank copies from another's array any more.
-        yield self._group.exchange.fence()
-
-    def _reduce_in_place(
-        self, call: Call, arrays: Mapping[int, Array], sizes: tuple[int, ...], piece: Array
-    ) -> Steps:
-        """Combine this rank's part of all ranks' arrays into ``piece``, which may be that part."""
-        operation, starts = call.operation, starts_of(sizes)
-        assert operation is not None
-        mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
-        own = [array[mine] for array in arrays.values()]
-        self._traffic.share_reduce(call, self._nodes, sizes, own[0].dtype)
-        if self._nodes.count == 1:
-            self._reducer.reduce(own, operation, piece)
-            return
-        nodes, world = self._nodes, range(self._world_size)
-        trees = [nodes.subtrees(node) for node in range(nodes.count)]
-        wide = accumulation_dtype(own[0].dtype)
-        clients = nodes.clients
-        senders = [nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own]
-        # A node sends the sums of all its subtrees in one part, which must fit the channel. They
-        # travel in the dtype of accumulation, so that 16-bit data are rounded once, at the end.
-        step = max(1, self._group.channel.bytes_each // wide.itemsize // max(map(len, trees)))
-        for low in range(0, max(sizes), step):
-            lengths = [max(0, min(step, size - low)) for size in sizes]
-            outgoing = [np.empty(0, wide) for _ in world]
-            for rank in clients:
-                part = slice(starts[rank] + low, starts[rank] + low + lengths[rank])
-                outgoing[rank] = self._sums_for(
-                    {r: array[part] for r, array in arrays.items()}, operation, wide, lengths[rank]
-                )
-            incoming = [np.empty(0, wide) for _ in world]
-            for sender in senders:
-                count = len(trees[nodes.numbers[sender]])
-                incoming[sender] = np.empty(count * lengths[self._rank], wide)
-            yield from self._group.channel.move(outgoing, incoming)
-            chunk = slice(low, low + lengths[self._rank])
-            # Single slots of this node beside whole subtrees of others: the reducer takes both.
-            known = {(rank, 0): array[chunk] for rank, array in zip(arrays, own, strict=True)}
-            for sender in senders:
-                subtrees = trees[nodes.numbers[sender]]
-                sums = incoming[sender].reshape(len(subtrees), -1)
-                known |= zip(subtrees, sums, strict=True)
-            self._reducer.reduce_subtrees(known, self._world_size, operation, piece[chunk])
-
-    def _sums_for(
-        self,
-        arrays: Mapping[int, Array],
-        operation: ReductionOperation,
-        dtype: DType,
-        length: int,
-    ) -> Array:
-        """Return this node's sums of one piece: one for each of its subtrees, end to end."""
-        if operation is ReductionOperation.AVERAGE:
-            operation = ReductionOperation.SUM  # the receiver divides the whole sum, once
-        subtrees = self._nodes.subtrees(self._nodes.own)
-        sums = np.empty((len(subtrees), length), dtype)
-        for (first, level), target in zip(subtrees, sums, strict=True):
-            # A subtree of consecutive slots is itself a tree of the same order.
-            under = range(first, first + (1 << level))
-            members = [array for rank, array in arrays.items() if rank in under]
-            self._reducer.reduce(members, operation, target)
-        return sums.reshape(-1)
-
-    def _exchange_pieces(self, pieces: Sequence[Array]) -> Steps:
-        """Send this rank's piece to its agents; receive those for which this rank is the agent."""
-        nodes, own = self._nodes, pieces[self._rank]
-        agents = {nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own}
-        clients = nodes.clients
-        outgoing = [own if r in agents else own[:0] for r in range(self._world_size)]
-        incoming = [p if r in clients else p[:0] for r, p in enumerate(pieces)]
-        # By messages, because the nodes share no memory.
-        yield from self._group.messages.move(outgoing, incoming)
 
 
 @functools.lru_cache(maxsize=4096)  # each training step uses the same sizes

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpishard.base import Array, is_device_array
-from mpishard.communication.contract.arena import NOWHERE, Locations
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
@@ -41,22 +40,14 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Most bytes that each rank sends."""
 
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
-# The header of a larger array is followed by its flags and, if it is shared, by its locations.
-_SHARED, _ON_DEVICE, _SENT = 1, 2, 4
-_LOCATIONS = struct.Struct("=B4q")
+# The header of a larger array is followed by its flags.
+_ON_DEVICE, _SENT = 1, 2
 
 
-def make_row(
-    call: Call,
-    payload: Array | None = None,
-    locations: Locations = NOWHERE,
-    *,
-    is_sent: bool = False,
-) -> bytes:
+def make_row(call: Call, payload: Array | None = None, *, is_sent: bool = False) -> bytes:
     """Return the row of one rank: up to `ROW_BYTES` bytes.
 
-    A ``payload`` of up to `INLINE_BYTES` travels in the row. For a larger one the row has flags,
-    and its ``locations``: where it and the result lie in memory that the node's ranks share.
+    A ``payload`` of up to `INLINE_BYTES` travels in the row. For a larger one the row has flags.
     ``is_sent`` says that its data are in the channel already.
     """
     content = b""
@@ -67,10 +58,7 @@ def make_row(
             flags = _SENT if is_sent else 0
             if type(payload) is not np.ndarray and is_device_array(payload):
                 flags |= _ON_DEVICE
-            if locations == NOWHERE:
-                content = bytes((flags,))
-            else:
-                content = _LOCATIONS.pack(flags | _SHARED, *locations[0], *locations[1])
+            content = bytes((flags,))
     return _HEADER.pack(call.sequence, call.description) + content
 
 
@@ -114,29 +102,17 @@ class Headers:
         flags = self._rows[rank][HEADER_BYTES] if self.calls[rank].nbytes > INLINE_BYTES else 0
         return bool(flags & _ON_DEVICE)
 
-    def flags(self) -> tuple[bool, bool, bool]:
-        """Return whether any array is shared, any is on a GPU, and all are in the channel already.
+    def flags(self) -> tuple[bool, bool]:
+        """Return whether any array is on a GPU, and whether all are in the channel already.
 
-        An array that came with its header counts as none of these. An array is shared if it or its
-        result lies in shared memory.
+        An array that came with its header counts as neither.
         """
         some, every = 0, _SENT
         for rank, row in enumerate(self._rows):  # half the time of zip()
             flags = row[HEADER_BYTES] if self.calls[rank].nbytes > INLINE_BYTES else 0
             some |= flags
             every &= flags
-        return bool(some & _SHARED), bool(some & _ON_DEVICE), bool(every)
-
-    def locations(self) -> list[Locations]:
-        """Return the locations of each rank's array and result."""
-        locations: list[Locations] = []
-        for row, call in zip(self._rows, self.calls, strict=True):
-            where = NOWHERE
-            if call.nbytes > INLINE_BYTES and row[HEADER_BYTES] & _SHARED:
-                _, *numbers = _LOCATIONS.unpack_from(row, HEADER_BYTES)
-                where = (numbers[0], numbers[1]), (numbers[2], numbers[3])
-            locations.append(where)
-        return locations
+        return bool(some & _ON_DEVICE), bool(every)
 
     def integers(self, count: int) -> list[list[int]]:
         """Return the ``count`` int64 values that each rank sent in its header."""

@@ -101,7 +101,7 @@ class NCCLCollectives(Collectives):
             copy_into(result, np.concatenate(arrays))
             return out
         channel, target = self._group.channel, result
-        if headers.flags()[1]:
+        if headers.flags()[0]:
             channel = self._device_channel(headers)
         else:  # the other ranks' arrays are in host memory, and this one is small
             target = np.empty(result.shape, result.dtype)

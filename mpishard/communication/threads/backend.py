@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, Self
 
 from mpishard.base import (
@@ -16,7 +16,6 @@ from mpishard.base import (
     CommunicationError,
     DType,
     PeerError,
-    ShardLayout,
     address,
     array_namespace,
     as_count,
@@ -24,12 +23,13 @@ from mpishard.base import (
     as_number,
     beside,
     copy_into,
+    even_sizes,
     is_device_array,
     require_type,
     settings,
     synchronize,
 )
-from mpishard.communication.contract.arena import NOWHERE, anonymous_memory
+from mpishard.communication.contract.arena import anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, place_after, refuse_other_message
 from mpishard.communication.contract.reduction import is_combined_whole
@@ -306,64 +306,49 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield from self._open(call, None)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        given = yield from self._open(call, (array, self._locations(array, out)), array)
-        locations = [where for _, where in given]
-        sizes: tuple[int, ...] = ShardLayout(int(array.size), self._world_size).sizes
-        if all(
-            where == NOWHERE and is_combined_whole(other.nbytes, self._world_size)
-            for other, where in given
-        ):
+        given = yield from self._open(call, array, array)
+        sizes = even_sizes(int(array.size), self._world_size)
+        if is_combined_whole(array.nbytes, self._world_size):
             sizes = (array.size, *[0] * (self._world_size - 1))
         starts = list(itertools.accumulate(sizes, initial=0))
         mine = slice(starts[self._rank], starts[self._rank + 1])
         # Each rank combines one piece for all ranks, and not into ``out``, which may be an array
         # that other ranks still read.
-        near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
+        near = [beside(other.reshape(-1)[mine], array) for other in given]
         piece = array_namespace(array).empty(sizes[self._rank], array.dtype)
         assert call.operation is not None
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._meet(call, 1, piece, piece)
         result = out.reshape(-1)
-        out_is_shared = self.topology.results_are_shared(locations)
         for rank, other in enumerate(pieces):
-            if not out_is_shared or self.topology.agent(rank) == self._rank:
-                copy_into(result[starts[rank] : starts[rank + 1]], other)
-        if out_is_shared and self.topology.arrays_are_shared(locations):
-            self.traffic.share_reduce(call, self.topology, sizes, array.dtype)
-            self.traffic.share_gather(call, self.topology, sizes, array.dtype)
+            copy_into(result[starts[rank] : starts[rank + 1]], other)
         # Wait until all have read the pieces in GPU memory, because CuPy reuses the memory of a
-        # piece as soon as its rank drops it; and until a shared result is complete.
-        if out_is_shared or any(is_device_array(other) for other, _ in given):
+        # piece as soon as its rank drops it.
+        if any(is_device_array(other) for other in given):
             yield from self._meet(call, 2, None, result)
         return out
 
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        given = yield from self._open(call, (array, self._locations(array, out)), array)
+        given = yield from self._open(call, array, array)
         start = sum(counts[: self._rank])
         mine = slice(start, start + counts[self._rank])
         xp = array_namespace(array)
         # The others read all of this rank's array except its own piece, which may take the result.
         overlaps = xp.may_share_memory(array, out) and address(array[mine]) != address(out)
         piece = xp.empty(out.shape, out.dtype) if overlaps else out
-        near = [beside(other[mine].reshape(-1), array) for other, _ in given]
+        near = [beside(other[mine].reshape(-1), array) for other in given]
         assert call.operation is not None
         self._reducer.reduce(near, call.operation, piece.reshape(-1))
         yield from self._meet(call, 1, None, piece)
         if overlaps:
             out[...] = piece
-        if self.topology.arrays_are_shared([where for _, where in given]):
-            row = math.prod(array.shape[1:])
-            self.traffic.share_reduce(
-                call, self.topology, [count * row for count in counts], array.dtype
-            )
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        given = yield from self._open(call, (array, self._locations(array, out)), array)
-        starts = list(itertools.accumulate((other.shape[0] for other, _ in given), initial=0))
-        out_is_shared = self.topology.results_are_shared([where for _, where in given])
+        given = yield from self._open(call, array, array)
+        starts = list(itertools.accumulate((other.shape[0] for other in given), initial=0))
         if out is None:
             out = array_namespace(array).empty((starts[-1], *array.shape[1:]), array.dtype)
         own = out[starts[self._rank] : starts[self._rank + 1]]
@@ -372,17 +357,12 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         # overwrite it goes to a temporary array first.
         overlaps = not in_place and bool(array_namespace(out).may_share_memory(array, out))
         target = array_namespace(array).empty(out.shape, out.dtype) if overlaps else out
-        for rank, (other, _) in enumerate(given):
-            is_there = in_place and rank == self._rank
-            if not is_there and (not out_is_shared or self.topology.agent(rank) == self._rank):
+        for rank, other in enumerate(given):
+            if not (in_place and rank == self._rank):
                 copy_into(target[starts[rank] : starts[rank + 1]], other)
         yield from self._meet(call, 1, None, target)
         if overlaps:
             out[...] = target
-        if out_is_shared:
-            self.traffic.share_gather(
-                call, self.topology, [other.size for other, _ in given], array.dtype
-            )
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -449,6 +429,36 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         makes = self._rank == first and settings.shares_memory()
         values = yield from self._meet(call, 1, anonymous_memory(nbytes) if makes else None)
         return values[first]
+
+    def _steps_reduce_into(self, call: Call, arrays: Mapping[int, Array], out: Array) -> Steps:
+        sizes = even_sizes(call.size, self._world_size)
+        # All ranks read each other's arrays in any case: only the count of bytes is another.
+        yield from self._steps_reduce_scatter(call, arrays[self._rank], sizes, out)
+        self.traffic.share_reduce(call, self.topology, sizes, arrays[self._rank].dtype)
+        return out
+
+    def _steps_reduce_in_place(self, call: Call, arrays: Mapping[int, Array]) -> Steps:
+        mine, sizes = arrays[self._rank], even_sizes(call.size, self._world_size)
+        yield from self._steps_all_reduce(call, mine, mine)
+        self.traffic.share_reduce(call, self.topology, sizes, mine.dtype)
+        self.traffic.share_gather(call, self.topology, sizes, mine.dtype)
+        return mine
+
+    def _steps_gather_in_place(
+        self, call: Call, arrays: Mapping[int, Array], piece: Array, once_per_node: bool
+    ) -> Steps:
+        given = yield from self._open(call, piece)
+        mine, sizes = arrays[self._rank], even_sizes(call.size, self._world_size)
+        starts = list(itertools.accumulate(sizes, initial=0))
+        for rank, other in enumerate(given):
+            target = mine[starts[rank] : starts[rank + 1]]
+            # Into a node's one vector each piece is copied by one rank of the node.
+            copies = not once_per_node or self.topology.agent(rank) == self._rank
+            if copies and address(target) != address(other):
+                target[...] = other
+        yield from self._meet(call, 1, None)
+        self.traffic.share_gather(call, self.topology, sizes, mine.dtype)
+        return mine
 
     # ------------------------------------------------------------------------------- messages
 

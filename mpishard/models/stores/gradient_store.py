@@ -246,7 +246,7 @@ class ReplicatedGradients(GradientStore):
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
         travels = carrier.mine[part]
         # The model's and the unit's number go along: another model's call is refused by name.
-        work = self.backend.all_reduce_async(travels, subject=self.layout.subjects[unit.index])
+        work = carrier.reduce_in_place(part, subject=self.layout.subjects[unit.index])
         return _Reduction(work, full, full if carrier is self._slot else travels)
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mpishard.base import Array, Device, copy_into, is_device_array, synchronize, to_host
+from mpishard.communication import Arena
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     ReplicatedGradients,
@@ -52,7 +53,7 @@ class OffloadedParameters(ParameterStore):
         self.in_flight = inner.in_flight
         self._inner = inner
         self._pool = UnitBuffers(layout)
-        self._buffers: dict[int, Array] = {}
+        self._buffers: dict[int, Arena] = {}
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         self._inner.fill(unit, full)
@@ -70,12 +71,12 @@ class OffloadedParameters(ParameterStore):
         if buffer is None:
             host = self._inner.unshard(unit)
             buffer = self._pool.take(unit)
-            copy_into(buffer[: unit.length], host)
-            synchronize(buffer)  # before the host's buffer is used for the next unit
+            copy_into(buffer.mine[: unit.length], host)
+            synchronize(buffer.mine)  # before the host's buffer is used for the next unit
             # The GPU has its copy, so that the unit gathered on the host can be released.
             self._inner.reshard(unit)
             self._buffers[unit.index] = buffer
-        return buffer[: unit.length]
+        return buffer.mine[: unit.length]
 
     def reshard(self, unit: Unit) -> None:
         buffer = self._buffers.pop(unit.index, None)

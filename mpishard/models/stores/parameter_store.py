@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpishard.base import Array, ShardLayout, copy_into, round_into
-from mpishard.communication import Work
+from mpishard.communication import Arena, Work
 from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe import MemoryCategory
 from mpishard.sharding import Piece, Unit
@@ -125,6 +125,7 @@ class ReplicatedParameters(ParameterStore):
         self.local_pieces = layout.pieces(sharded=False)
         # One vector, so that an update of all units runs over one range.
         self._vector = layout.allocate(MemoryCategory.PARAMETERS, self.layout.length)
+        self._slot = layout.private_slot(self._vector)
         # Made once, because layers cache views of these arrays, and renew them for other arrays.
         self._full = [_read_only(self._vector[u.start : u.stop]) for u in layout.units]
 
@@ -142,7 +143,7 @@ class ReplicatedParameters(ParameterStore):
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         if self.backend.world_size > 1:
-            _gather(self.layout, pieces, lambda _, start, stop: self._vector[start:stop])
+            _gather(self.layout, pieces, self._slot, lambda _: 0)
 
 
 class NodeParameters(ParameterStore):
@@ -156,14 +157,14 @@ class NodeParameters(ParameterStore):
     ----------
     layout : StoreLayout
         Units, ranks, and where memory is booked.
-    vector : Array
-        `length_for` elements that the ranks of this node share.
+    arena : Arena
+        One vector for each node, with `length_for` elements.
     """
 
     once_per_node = True
     is_whole = True
 
-    def __init__(self, layout: StoreLayout, vector: Array) -> None:
+    def __init__(self, layout: StoreLayout, arena: Arena) -> None:
         super().__init__(layout)
         self.local_pieces = layout.pieces()
         # The ledger's share: this rank's pieces, and an equal part of those of other nodes. So the
@@ -175,8 +176,8 @@ class NodeParameters(ParameterStore):
         )
         elsewhere = ShardLayout(layout.length - here, len(self.backend.peers))
         share = sum(p.length for p in self.local_pieces) + elsewhere.size(self.backend.local_rank)
-        layout.book(MemoryCategory.PARAMETERS, vector, share)
-        self._vector = vector
+        layout.book(MemoryCategory.PARAMETERS, arena.mine, share)
+        self._arena, self._vector = arena, arena.mine
         self._is_on_one_node = self.backend.node_count == 1
         self._shifts: list[int] = []
         position = 0
@@ -213,7 +214,7 @@ class NodeParameters(ParameterStore):
         if self._is_on_one_node:
             self.backend.barrier(subject=self.layout.subject)
         else:
-            _gather(self.layout, pieces, self._view)
+            _gather(self.layout, pieces, self._arena, lambda unit: self._shifts[unit.index])
 
     def _view(self, unit: Unit, start: int, stop: int) -> Array:
         shift = self._shifts[unit.index]
@@ -232,9 +233,9 @@ class UnitBuffers:
     ----------
     shared_length : int
         Length of a shared buffer: that of the longest unit that is not kept, so that each fits.
-    kept : dict of int to Array
+    kept : dict of int to Arena
         Buffers of kept units, by index; made when they are first taken.
-    free : list of Array
+    free : list of Arena
         Shared buffers that no unit uses now.
     """
 
@@ -243,25 +244,28 @@ class UnitBuffers:
         # A buffer of the longest kept unit would be too long for all others.
         passing = [unit.length for unit in layout.units if unit.index not in layout.kept]
         self.shared_length = max(passing, default=0)
-        self.kept: dict[int, Array] = {}
-        self.free: list[Array] = []
+        self.kept: dict[int, Arena] = {}
+        self.free: list[Arena] = []
 
-    def take(self, unit: Unit) -> Array:
+    def take(self, unit: Unit) -> Arena:
         """Return a buffer for ``unit``, at least as long as the unit, until `give`."""
-        allocate = self._layout.allocate
         if unit.index in self._layout.kept:
             if unit.index not in self.kept:
-                self.kept[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
+                self.kept[unit.index] = self._allocate(unit.length)
             return self.kept[unit.index]
         # Any free one fits, because all are as long as the longest unit that is not kept.
         if self.free:
             return self.free.pop()
-        return allocate(MemoryCategory.GATHERED, self.shared_length)
+        return self._allocate(self.shared_length)
 
-    def give(self, index: int, buffer: Array) -> None:
+    def give(self, index: int, buffer: Arena) -> None:
         """Make the buffer of a unit available to others; a kept unit's stays its own."""
         if index not in self._layout.kept:
             self.free.append(buffer)
+
+    def _allocate(self, length: int) -> Arena:
+        layout = self._layout
+        return layout.private_slot(layout.allocate(MemoryCategory.GATHERED, length))
 
 
 class ShardedParameters(ParameterStore):
@@ -282,24 +286,24 @@ class ShardedParameters(ParameterStore):
             MemoryCategory.PARAMETERS, sum(p.length for p in self.local_pieces)
         )
         self._pool = pool = UnitBuffers(layout)
-        self._buffers: dict[int, Array] = {}
+        self._buffers: dict[int, Arena] = {}
         # Gathers that an error has left under way, and the buffers that they write to.
-        self._stale: list[tuple[Work, int, Array]] = []
+        self._stale: list[tuple[Work, int, Arena]] = []
         # Buffers for gathered units, if a node's ranks can share them.
         lengths = {index: layout.units[index].length for index in sorted(layout.kept)}
         slots = [pool.shared_length] * (self._SLOTS if pool.shared_length else 0)
         total = sum(aligned(n, layout.dtype) for n in [*lengths.values(), *slots])
-        shared = layout.allocate_shared(total)
-        if shared is None:
+        arena = layout.allocate_arena(total, once_per_node=True)
+        if arena is None:
             return
         # Each rank of the node books an equal part, so that their sum is what the node holds.
-        layout.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
+        layout.book(MemoryCategory.GATHERED, arena.mine, total // len(self.backend.peers))
         position = 0
         for index, length in lengths.items():
-            pool.kept[index] = shared[position : position + length]
+            pool.kept[index] = arena.part(position, length)
             position += aligned(length, layout.dtype)
         for length in slots:
-            pool.free.append(shared[position : position + length])
+            pool.free.append(arena.part(position, length))
             position += aligned(length, layout.dtype)
 
     @property
@@ -326,8 +330,8 @@ class ShardedParameters(ParameterStore):
         # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
         piece = self._shard[self.local_pieces[unit.index].in_shard]
         self._buffers[unit.index] = buffer
-        self.in_flight[unit.index] = self.backend.all_gather_async(
-            piece, out=buffer[: unit.length], subject=self.layout.subjects[unit.index]
+        self.in_flight[unit.index] = buffer.gather_in_place(
+            piece, slice(unit.length), subject=self.layout.subjects[unit.index]
         )
 
     def unshard(self, unit: Unit) -> Array:
@@ -337,7 +341,7 @@ class ShardedParameters(ParameterStore):
         if work is not None:
             work.wait()
         # Read-only: a rank may change its own pieces, and a write to the copy would be lost.
-        return _read_only(self._buffers[unit.index][: unit.length])
+        return _read_only(self._buffers[unit.index].mine[: unit.length])
 
     def reshard(self, unit: Unit) -> None:
         buffer = self._buffers.pop(unit.index, None)
@@ -461,18 +465,19 @@ class MixedParameters(ParameterStore):
 
 
 def _gather(
-    layout: StoreLayout, pieces: Sequence[Piece], view: Callable[[Unit, int, int], Array]
+    layout: StoreLayout, pieces: Sequence[Piece], arena: Arena, shift_of: Callable[[Unit], int]
 ) -> None:
-    """Give every rank the owners' pieces; ``view`` returns a unit's flat range. Collective."""
+    """Give every rank the owners' pieces. Collective.
+
+    ``shift_of`` returns the distance of a unit's place in the arena from its flat range.
+    """
     # All pieces at once: the messages of one unit overlap those of the next.
-    works = [
-        layout.backend.all_gather_async(
-            view(p.unit, p.start, p.stop),
-            out=view(p.unit, p.unit.start, p.unit.stop),
-            subject=layout.subjects[p.unit.index],
-        )
-        for p in pieces
-    ]
+    works = []
+    for piece in pieces:
+        unit, shift = piece.unit, shift_of(piece.unit)
+        own = arena.mine[piece.start + shift : piece.stop + shift]
+        whole = slice(unit.start + shift, unit.stop + shift)
+        works.append(arena.gather_in_place(own, whole, subject=layout.subjects[unit.index]))
     for work in works:
         work.wait()
 

@@ -113,30 +113,33 @@ class StoreLayout:
         self.ledger.book(category, array, array.nbytes)
         return array
 
-    def allocate_shared(self, length: int) -> Array | None:
-        """Return zeros that the ranks of this node share, shape (length,); None if they cannot.
+    def allocate_arena(
+        self, length: int, dtype: DTypeLike | None = None, *, once_per_node: bool = False
+    ) -> Arena | None:
+        """Return zeros of ``length`` that the ranks of this node share; None if they cannot.
 
         Collective. They take no memory until they are first written, and nothing is booked. GPU
-        memory is never shared, and host memory that is shared is not pinned.
+        memory is never shared, and host memory that is shared is not pinned. ``once_per_node`` as
+        in `CommunicationBackend.allocate_arena`.
         """
         if not self.arena or (self.device.is_gpu and not self.is_on_host):
             return None
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
         # A stage of a pipeline may have no parameters.
-        return self.backend.allocate_shared(max(1, length), self.dtype)
+        length = max(1, length)
+        return self.backend.allocate_arena(length, dtype, once_per_node=once_per_node)
 
     def allocate_slots(
         self, length: int, count: int, dtype: DTypeLike | None = None
     ) -> list[Arena] | None:
         """Return ``count`` vectors of ``length`` for each rank of this node, which all can read.
 
-        Collective, and nothing is booked, as `allocate_shared`; None if they share no memory.
+        Collective, and nothing is booked, as `allocate_arena`; None if they share no memory.
         """
-        if not self.arena or (self.device.is_gpu and not self.is_on_host):
-            return None
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         # Vectors on cache lines of their own: ranks that write side by side share none.
         stride = aligned(max(1, length), dtype)
-        arena = self.backend.allocate_arena(stride * count, dtype)
+        arena = self.allocate_arena(stride * count, dtype)
         # None on all ranks of the node together: they have agreed on it.
         if arena is None:
             return None
@@ -144,10 +147,8 @@ class StoreLayout:
 
     def private_slot(self, array: Array) -> Arena:
         """Return the slot of a rank that shares no memory: it has ``array`` alone."""
-        backend = self.backend
         # An arena, so that stores reduce in one way with and without shared memory.
-        vectors = {backend.rank: array}
-        return Arena(vectors, backend.rank, backend.reduce_scatter_async, backend.barrier_async)
+        return Arena(self.backend, {self.backend.rank: array})
 
     def book(self, category: MemoryCategory, array: Array, length: int) -> None:
         """Book ``length`` elements of shared memory as this rank's, until it is garbage."""

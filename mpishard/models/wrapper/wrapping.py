@@ -307,9 +307,9 @@ def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
     if policy.shards_parameters and layout.backend.node_count > 1:
         return ShardedParameters(layout)
     # On one node the parameters exist once, for all of its ranks, and nothing is gathered.
-    vector = layout.allocate_shared(NodeParameters.length_for(layout))
-    if vector is not None:
-        return NodeParameters(layout, vector)
+    arena = layout.allocate_arena(NodeParameters.length_for(layout), once_per_node=True)
+    if arena is not None:
+        return NodeParameters(layout, arena)
     return ShardedParameters(layout) if policy.shards_parameters else ReplicatedParameters(layout)
 
 
