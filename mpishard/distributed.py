@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeVar, overload
 
 from mpishard import models, optimizers
-from mpishard.base import PeerError, adapter_hint, as_count, nearest, settings
+from mpishard.base import PeerError, adapter_hint, as_count, nearest
 from mpishard.base.mirrored import StrategySpellings
 from mpishard.communication import (
     CommunicationBackend,
@@ -320,7 +320,7 @@ def launch(
         `NCCLCommunicationBackend`, for ranks with a GPU each.
     world_size : int, optional
         Number of thread-ranks, default 1. A launcher's number of ranks overrides it. They wait
-        for each other for 30 seconds, or as long as MPISHARD_TIMEOUT says.
+        for each other for 300 seconds, or as long as MPISHARD_TIMEOUT says.
     on_failure : {"abort", "shrink"}
         The fate of the other ranks if one is killed, or raises an error that nobody catches. With
         "abort" the job ends. With "shrink" they raise `PeerError`, and ``main`` begins again, in
@@ -362,11 +362,10 @@ def launch(
         return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]
     # Under a launcher each process would train alone, and all would write the same files.
     refuse_worlds_of_one()
-    timeout = settings.thread_timeout()
     if on_failure == "abort":
-        return run_in_threads(world_size or 1, main, *args, timeout=timeout)[0]
+        return run_in_threads(world_size or 1, main, *args)[0]
     ends: Sequence[tuple[int, T] | None] = run_in_threads(
-        world_size or 1, _go_on, main, args, timeout=timeout, on_failure="shrink"
+        world_size or 1, _go_on, main, args, on_failure="shrink"
     )
     # A rank that was lost has no end. The others were numbered again, from 0.
     return dict(end for end in ends if end is not None)[0]

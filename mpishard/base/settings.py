@@ -20,9 +20,6 @@ MAXIMUM_TAG = 16382
 CALL_LOG_LENGTH = 256
 """Number of collectives in a rank's call log."""
 
-MEMORY_TIMEOUT = 30.0
-"""Seconds that a thread-rank waits for the others before `CollectiveTimeoutError`."""
-
 TRACE_EVENTS = 200_000
 """Default for the largest number of events in a rank's trace; further ones are only counted."""
 
@@ -30,7 +27,7 @@ EXIT_FAILURE = 1
 """Exit code of an MPI job in which a rank raised, or left before the others."""
 
 EXIT_TIMEOUT = 124
-"""Exit code of an MPI job in which a rank waited longer than `mpi_timeout` or `exit_timeout`."""
+"""Exit code of an MPI job in which a wait exceeded `collective_timeout` or `exit_timeout`."""
 
 EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
@@ -233,7 +230,7 @@ def check() -> None:
     shares_memory()
     log_level()
     virtual_nodes()
-    mpi_timeout()
+    collective_timeout()
     mpi_warning()
     exit_timeout()
     numba_is_allowed()
@@ -252,14 +249,9 @@ def alike() -> dict[str, str]:
     }
 
 
-def mpi_timeout() -> float:
-    """MPISHARD_TIMEOUT: seconds that an MPI rank waits for the others; 0 means no limit."""
+def collective_timeout() -> float:
+    """MPISHARD_TIMEOUT: seconds that a rank waits for the others; 0 means no limit."""
     return _seconds("MPISHARD_TIMEOUT", 300.0)
-
-
-def thread_timeout() -> float:
-    """MPISHARD_TIMEOUT: the same for the thread-ranks of `launch`; default `MEMORY_TIMEOUT`."""
-    return _seconds("MPISHARD_TIMEOUT", MEMORY_TIMEOUT)
 
 
 def mpi_warning() -> float:

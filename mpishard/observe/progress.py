@@ -62,7 +62,7 @@ class Progress:
     ...     progress.update(1, loss=2.5, amount=640)
     ...     progress.update(2, loss=2.25, amount=640)
     ...     progress.validation(2, 2.375, accuracy=0.5)
-    step 1/2  loss 2.5000  640 tokens/s  0:01 left
+    step 1/2  loss 2.5000  640 tokens/s
     step 2/2  loss 2.2500  640 tokens/s  0:02 in all
     step 2/2  loss 2.2500  validation loss 2.3750  accuracy 50.0%
     """
@@ -81,7 +81,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = math.inf if total_steps is None else as_count("total_steps", total_steps, 0)
-        self._start = self._step = as_count("start", start, 0)
+        self._step = as_count("start", start, 0)
         require_type("unit", unit, str)
         # Not `interval < 0`, which is False for NaN.
         if not interval >= 0:
@@ -100,6 +100,7 @@ class Progress:
         self._amount = 0.0
         self._began = self._now = self._shown = 0.0
         self._is_shown = True
+        self._first: tuple[int, float] | None = None  # number of the run's first step, its end
         self._marks: deque[tuple[float, float]] = deque()  # (time, amount processed before it)
 
     def __enter__(self) -> Self:
@@ -147,6 +148,7 @@ class Progress:
         self._step, self._loss = step, float(loss)
         self._amount += float(amount)
         self._now = self._clock()
+        self._first = self._first or (step, self._now)
         self._marks.append((self._now, self._amount))
         # At least two marks stay, because a rate needs two.
         while len(self._marks) > 2 and self._marks[1][0] <= self._now - _WINDOW:
@@ -194,12 +196,14 @@ class Progress:
         (before, least), (now, most) = self._marks[0], self._marks[-1]
         if most > least and now > before:
             words.append(f"{_quantity((most - least) / (now - before))} {self._unit}")
-        # The mean of the whole run, because the latest steps alone would make the estimate jump.
-        done, elapsed = self._step - self._start, self._now - self._began
+        # The mean of all steps but the first, which compiles loops and allocates memory. The latest
+        # steps alone would make the estimate jump.
+        first, end = self._first or (self._step, self._now)
         if self._step >= self._total:
-            words.append(f"{_duration(elapsed)} in all")
-        elif done > 0 and self._total < math.inf:
-            words.append(f"{_duration(elapsed / done * (self._total - self._step))} left")
+            words.append(f"{_duration(self._now - self._began)} in all")
+        elif self._step > first and self._total < math.inf:
+            pace = (self._now - end) / (self._step - first)
+            words.append(f"{_duration(pace * (self._total - self._step))} left")
         return words
 
     # ------------------------------------------------------------------------------------ output

@@ -151,13 +151,13 @@ class TestBackoff:
 class TestSettings:
     def test_seconds(self, monkeypatch):
         monkeypatch.delenv("MPISHARD_TIMEOUT", raising=False)
-        assert settings.mpi_timeout() == 300
+        assert settings.collective_timeout() == 300
         monkeypatch.setenv("MPISHARD_TIMEOUT", "1.5")
-        assert settings.mpi_timeout() == 1.5
+        assert settings.collective_timeout() == 1.5
         for text in ("soon", "-1", "inf", "nan"):
             monkeypatch.setenv("MPISHARD_TIMEOUT", text)
             with pytest.raises(ValueError, match="MPISHARD_TIMEOUT must be a number of seconds"):
-                settings.mpi_timeout()
+                settings.collective_timeout()
 
 
 def test_every_blocking_method_has_a_twin():

@@ -234,6 +234,8 @@ LOCAL = [
      lambda g: g.backend.receive(g.peer, -1)),
     ("A", "receive_async: from itself", ValueError, "itself",
      lambda g: g.backend.receive_async(g.backend.rank, 1, dtype=float)),
+    ("1.3", "receive: objects", ValueError, "receive cannot take dtype object",
+     lambda g: g.backend.receive(g.peer, 1, dtype=object)),
     ("A", "receive_async: objects", ValueError, "cannot take dtype object",
      lambda g: g.backend.receive_async(g.peer, 1, dtype=object)),
     ("A", "receive_async: negative tag", ValueError, "got -1",

@@ -77,7 +77,7 @@ def test_lines_in_a_file_begin_with_the_time(clock: Clock, terminal: Any) -> Non
     lines = stream.getvalue().splitlines()
     assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "at ", line) for line in lines] == [
         "at two steps",
-        "at step 1/2  loss 0.5000  0:00 left",
+        "at step 1/2  loss 0.5000",
         "at step 1/2  loss 0.5000  validation loss 0.2500  accuracy 87.5%",
     ]
     run(stream := terminal(), clock, 1, live=False, stamp="%Y")
@@ -88,7 +88,7 @@ def test_plain_lines_first_at_most_one_an_interval_validations_last(clock: Clock
     stream = io.StringIO()
     run(stream, clock)
     assert stream.getvalue().splitlines() == [
-        "step  1/40  loss 5.0000  1.5k tokens/s  0:39 left",
+        "step  1/40  loss 5.0000  1.5k tokens/s",
         "step 11/40  loss 0.4545  1.5k tokens/s  0:29 left",
         "step 21/40  loss 0.2381  1.5k tokens/s  0:19 left",
         "step 25/40  loss 0.2000  validation loss 0.5000",
@@ -119,9 +119,10 @@ def test_the_last_step_done_is_shown_when_a_run_ends_early(clock: Clock) -> None
 def test_a_resumed_run_counts_its_own_steps_only(clock: Clock) -> None:
     stream = io.StringIO()
     with Progress(100, start=90, stream=stream, clock=clock, stamp="") as progress:
-        clock.now += 3
-        progress.update(91, loss=1.0, amount=6)
-    assert stream.getvalue() == "step  91/100  loss 1.0000  2 samples/s  0:27 left\n"
+        for step, seconds in enumerate((100, 3, 3), 91):  # the first compiles, say
+            clock.now += seconds
+            progress.update(step, loss=1.0, amount=6)
+    assert stream.getvalue().splitlines()[-1].endswith("0:21 left")
 
 
 def test_throughput_is_of_the_last_seconds(clock: Clock) -> None:
@@ -140,7 +141,7 @@ def test_without_amounts_there_is_no_throughput(clock: Clock) -> None:
     with Progress(2, stream=stream, clock=clock, stamp="") as progress:
         clock.now += 1
         progress.update(1, loss=np.float32(0.25))
-    assert stream.getvalue() == "step 1/2  loss 0.2500  0:01 left\n"
+    assert stream.getvalue() == "step 1/2  loss 0.2500\n"
 
 
 def test_disabled_prints_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def test_picture(tmp_path):
     one, all_of_them = tmp_path / "new" / "one.png", tmp_path / "all.png"
     plot_timelines(one, timelines[:1])
     plot_timelines(all_of_them, timelines)
+    assert plot_timelines(None, timelines).axes
     assert size_of(one)[0] == size_of(all_of_them)[0]
     assert size_of(all_of_them)[1] > 1.5 * size_of(one)[1]
     with pytest.raises(ValueError, match="no timeline"):

@@ -1034,7 +1034,9 @@ class CommunicationBackend(ITransport):
         steps = self._steps_send(array, destination_rank, tag)
         return self._begin(steps, destination_rank, tag, array)
 
-    def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
+    def receive(
+        self, source_rank: int, count: int, tag: int = 0, *, dtype: DTypeLike | None = None
+    ) -> Array:
         """Wait for the next message of ``source_rank`` with ``tag`` and return it.
 
         Parameters
@@ -1045,6 +1047,8 @@ class CommunicationBackend(ITransport):
             Number of elements expected.
         tag : int
             The sender's tag.
+        dtype : dtype, optional
+            Dtype expected; any by default.
 
         Returns
         -------
@@ -1054,12 +1058,14 @@ class CommunicationBackend(ITransport):
         Raises
         ------
         ValueError
-            For a rank outside the world or this one, a negative tag or count.
+            For a rank outside the world or this one, a negative tag or count, or a dtype that
+            cannot be sent.
         CommunicationError
-            If the message has another number of elements; it then stays queued.
+            If the message has another dtype or number of elements; it then stays queued.
         """
         self._check_receive(source_rank, count, tag)
-        steps = self._take(source_rank, count, tag, None)
+        expected = None if dtype is None else _sendable(dtype, "receive")
+        steps = self._take(source_rank, count, tag, expected)
         transfer = self._begin(steps, source_rank, tag)
         try:
             message: Array = transfer.wait()
@@ -1099,9 +1105,7 @@ class CommunicationBackend(ITransport):
             stays queued.
         """
         self._check_receive(source_rank, count, tag)
-        expected = np.dtype(dtype)
-        if expected not in DTYPES:
-            raise ValueError(f"receive_async cannot take dtype {expected.name}")
+        expected = _sendable(dtype, "receive_async")
         steps = self._take(source_rank, count, tag, expected)
         return self._begin(steps, source_rank, tag)
 
@@ -1300,3 +1304,11 @@ class CommunicationBackend(ITransport):
         """Give this group, which was split off another, a label with its purpose."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
         self.label = group_label(purpose, ".".join(steps), self.world_ranks)
+
+
+def _sendable(dtype: DTypeLike, name: str) -> DType:
+    """Return the dtype of a message, or refuse one that cannot be sent."""
+    expected = np.dtype(dtype)
+    if expected not in DTYPES:
+        raise ValueError(f"{name} cannot take dtype {expected.name}")
+    return expected

@@ -77,7 +77,7 @@ class TimeLimit:
         return text + (f"{stop}{then} ({self.variable})" if self.seconds() else "")
 
 
-COLLECTIVE_LIMIT = TimeLimit("MPISHARD_TIMEOUT", settings.mpi_timeout)
+COLLECTIVE_LIMIT = TimeLimit("MPISHARD_TIMEOUT", settings.collective_timeout)
 EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end=True)
 
 

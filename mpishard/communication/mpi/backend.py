@@ -93,7 +93,8 @@ class MPICommunicationBackend(CommunicationBackend):
     The world is a duplicate of the communicator given, so that its messages are never mixed with
     the user's. Every rank calls `initialize` and `shutdown`. `shutdown` waits until the others shut
     down too; those that still wait for this rank raise `PeerError`. An uncaught exception ends the
-    job, with a report that names the rank, and so does a wait longer than `settings.mpi_timeout`.
+    job, with a report that names the rank, and so does a wait longer than
+    `settings.collective_timeout`.
 
     Parameters
     ----------

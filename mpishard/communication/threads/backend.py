@@ -55,9 +55,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         Number of ranks, 1 or more.
     environment_id : str
         Backends of one id make up a world. `run_in_threads` makes ids of its own.
-    timeout : float
-        Seconds to wait for the others before `CollectiveTimeoutError`; 0 means no limit. Time in
-        which the whole process is suspended does not count.
+    timeout : float, optional
+        Seconds to wait for the others before `CollectiveTimeoutError`; 0 means no limit. By default
+        ``MPISHARD_TIMEOUT``, or 300. Time in which the whole process is suspended does not count.
 
     Raises
     ------
@@ -75,7 +75,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world_size: int,
         environment_id: str = "default",
         *,
-        timeout: float = settings.MEMORY_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         world_size = as_count("world_size", world_size)
         rank = as_index("rank", rank, world_size)
@@ -83,6 +83,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
+        timeout = settings.collective_timeout() if timeout is None else timeout
         if not as_number("timeout", timeout) >= 0:
             raise ValueError(f"timeout must be 0 or more seconds, got {timeout}")
         super().__init__(rank, world_size)
@@ -256,17 +257,17 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         absent = self._missing(work)
         missing = [world.global_ranks[local] for local in absent]
-        hint = (
-            ""
-            if any(local in world.members for local in absent)
-            else (
+        records, hint = world.records(), ""
+        if not any(local in world.members for local in absent):
+            hint = (
                 f"; ranks in memory are threads of one process: mpishard.run_in_threads("
                 f"{len(world.pages)}, main) starts them all, and calls main(backend) on each"
             )
-        )
+        elif all(records[rank].waits is None for rank in missing):
+            hint = "; if they compute or compile for so long, pass timeout= or set MPISHARD_TIMEOUT"
         text = (
             f"rank {self._me} {wait}; ranks {missing} did not arrive{hint}. "
-            f"{describe_stall(world.records())}"
+            f"{describe_stall(records)}"
         )
         if not isinstance(work, Transfer):
             # The ranks are out of step from here on, so the world ends for all of them: at once

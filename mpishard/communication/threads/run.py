@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import threadpoolctl
 
-from mpishard.base import NotInitializedError, PeerError, as_count, settings
+from mpishard.base import NotInitializedError, PeerError, as_count
 from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
@@ -46,7 +46,7 @@ def run_in_threads(
     fn: Callable[..., T],
     /,
     *args: object,
-    timeout: float = settings.MEMORY_TIMEOUT,
+    timeout: float | None = None,
     on_failure: report.OnFailure = "abort",
     **kwargs: object,
 ) -> list[T]:
@@ -58,8 +58,9 @@ def run_in_threads(
         Number of ranks, 1 to 4096.
     fn : callable
         The program of each rank. Its backend is initialised, and shut down when it returns.
-    timeout : float
+    timeout : float, optional
         Seconds that a rank waits for the others before `CollectiveTimeoutError`; 0 means no limit.
+        By default ``MPISHARD_TIMEOUT``, or 300.
     on_failure : {"abort", "shrink"}
         With "abort" one rank's exception ends all ranks. With "shrink" it ends its own thread; the
         others raise `PeerError`, and may go on with `CommunicationBackend.shrink`.
@@ -115,7 +116,7 @@ def run_in_threads(
 class _ThreadRanks:
     """Threads that are the ranks of one world, from their start to their end."""
 
-    def __init__(self, world_size: int, timeout: float, *, survives: bool) -> None:
+    def __init__(self, world_size: int, timeout: float | None, *, survives: bool) -> None:
         # A new id for each call, so that worlds of nested or parallel calls stay apart.
         environment = f"threads-{next(_numbers)}"
         self.backends = [
