@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from autograd import grad
 
+from mpishard import run_in_threads
 from mpishard.nn import GPT, MLP, MSE, CrossEntropy, Huber, Linear, Model, Sequential
+from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.testing.gradients import check_gradients
 
 SIZES = {"vocabulary_size": 11, "context_length": 6, "width": 12, "heads": 3, "layers": 2}
@@ -388,6 +390,34 @@ def test_a_model_is_shown_with_its_size_and_dtype():
     assert repr(model) == "MLP(58 parameters in a chain of 3 layers, float32)"
     part = model.extract_sub_model(0, 1)
     assert repr(part) == "SubModel(40 parameters in a chain of 1 layers, float32)"
+
+
+def test_parameters_of_a_layer_that_are_assigned_are_refused_with_the_way_to_keep_sizes():
+    class Assigned(Linear):
+        def __init__(self):
+            self.parameters = {}
+
+    with pytest.raises(AttributeError, match="cannot be assigned: keep the sizes"):
+        Assigned()
+
+
+def test_counts_of_memory_and_traffic_are_shown():
+    def main(backend):
+        ledger, traffic = MemoryLedger(), backend.traffic
+        before = repr(ledger), repr(traffic)
+        array = ledger.allocate(MemoryCategory.PARAMETERS, 4, np.dtype("float32"))
+        held = repr(ledger)
+        del array
+        backend.all_reduce(np.ones(2))
+        return *before, held, repr(ledger), repr(traffic)
+
+    assert run_in_threads(2, main)[0] == (
+        "MemoryLedger(nothing held)",
+        "Traffic(nothing sent)",
+        "MemoryLedger(parameters 16 B)",
+        "MemoryLedger(nothing held now; peaks: parameters 16 B)",
+        "Traffic(reduce_scatter 1 x, 8 B, all_gather 1 x, 8 B)",
+    )
 
 
 @pytest.mark.parametrize(
