@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from mpishard.base import settings
+from mpishard.base import nearest, settings
 from mpishard.cli.machine import installed_version
 
 __all__ = ["app", "main"]
@@ -50,6 +50,24 @@ _COMMANDS = {
 """The module and the summary of each command, in the order of the help."""
 
 
+# Words of other tools for what a command here does.
+_MEANT = {"list": "inspect FOLDER", "ls": "inspect FOLDER", "show": "inspect", "verify": "check"}
+
+
+class _Group(TyperGroup):
+    """The commands of a command; an unknown one is refused with the names of all."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            meant = _MEANT.get(args[0], "")
+            hint = f"; did you mean {meant}?" if meant.split(" ")[0] in self.commands else ""
+            ctx.fail(
+                f"there is no command {args[0]!r}; the commands of {ctx.info_name} are "
+                f"{', '.join(self.commands)}{hint or nearest(args[0], self.commands)}"
+            )
+        return super().resolve_command(ctx, args)
+
+
 class _Commands(TyperGroup):
     """Imports a command when it is called; the list of all needs none of them."""
 
@@ -63,7 +81,9 @@ class _Commands(TyperGroup):
             found = getattr(importlib.import_module(f"mpishard.cli.{place}"), cmd_name)
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             if isinstance(found, typer.Typer):
-                holder.add_typer(found, name=cmd_name, help=summary, no_args_is_help=True)
+                holder.add_typer(
+                    found, name=cmd_name, help=summary, no_args_is_help=True, cls=_Group
+                )
             else:
                 # The words after SCRIPT are its own, also those that look like options.
                 is_run = cmd_name == "run"

@@ -77,13 +77,17 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
         else:
             report = describe(path)
             model = report.metadata.get("model") or {}
+            optimizer = report.metadata.get("optimizer") or {}
             form = {"steps?": COUNT, "strategy?": TEXT, "world_size?": COUNT}
             # Any program may write metadata: wrong types must not end in a traceback.
             require_form(model, form, f"{report.path / MANIFEST}: metadata.model")
+            form = {"optimizer_steps?": COUNT}
+            require_form(optimizer, form, f"{report.path / MANIFEST}: metadata.optimizer")
             found = {
                 "path": str(report.path),
                 "saved": _time_of(report.path),
-                "step": model.get("steps"),
+                # Updates: a rule that searches evaluates the loss several times for each.
+                "step": optimizer.get("optimizer_steps", model.get("steps")),
                 "strategy": model.get("strategy"),
                 "world_size": model.get("world_size"),
                 "elements": report.parameter_count,

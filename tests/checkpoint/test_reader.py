@@ -141,12 +141,16 @@ def test_regions_that_are_not_there(
 
 
 def test_a_missing_checkpoint_says_what_is_there(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*/d; .* holds: c$"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*/d; .* no checkpoint, but c$"):
         CheckpointReader(tmp_path / "d")
+    (tmp_path / "runs" / "mine" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "checkpoint" / "latest").write_text("step-1")
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*/runs/mine/checkpoint\?$"):
+        CheckpointReader(tmp_path / "mine")
     with pytest.raises(FileNotFoundError, match=r"/d/e; .*/d does not exist"):
         CheckpointReader(tmp_path / "d" / "e")
     (path / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no manifest.json; .* holds: rank00000.safet"):
+    with pytest.raises(FileNotFoundError, match=r"no manifest.json; .* but rank00000.safet"):
         CheckpointReader(path)
     with pytest.raises(CheckpointError, match="is a file"):
         CheckpointReader(path / "rank00000.safetensors")

@@ -75,7 +75,11 @@ def refused(*words: str) -> str:
     ("words", "message"),
     [
         (["rnu", "-n", "2"], "No such command 'rnu'. Did you mean 'run'?"),
-        (["bench", "stp"], "No such command 'stp'. Did you mean 'step'?"),
+        (
+            ["bench", "stp"],
+            "there is no command 'stp'; the commands of bench are collectives, step; did you mean step?",
+        ),
+        (["checkpoint", "list"], "did you mean inspect FOLDER?"),
         (["run", "--max-restart", "3", "train.py"], "--max-ranks, --max-restarts"),
         (["run", "train.py"], "give the number of ranks before the script: -n 4 SCRIPT"),
         (["run", "train.py", "-n", "2"], "-n stands after the script, which receives it: give the"),

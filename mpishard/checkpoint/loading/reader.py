@@ -11,9 +11,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.base import Array, CheckpointError, DType, Metadata, array_namespace, check_path
+from mpishard.base import (
+    Array,
+    CheckpointError,
+    DType,
+    Metadata,
+    array_namespace,
+    check_path,
+    nearest,
+)
 from mpishard.checkpoint.format.coverage import check_region
-from mpishard.checkpoint.format.folder import newest_of, previous_of
+from mpishard.checkpoint.format.folder import LATEST, newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
 from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.sharding import (
@@ -441,8 +449,22 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         place, what = target, f"{target} holds no {MANIFEST}"
     else:
         place, what = target.parent, f"there is no checkpoint {target}"
-    names = sorted(entry.name for entry in place.iterdir()) if place.is_dir() else None
-    if names is None:
+    if not place.is_dir():
         raise FileNotFoundError(f"{what}; {place} does not exist")
+    names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith("."))
+    near = _checkpoints_near(place)
+    if near:
+        meant = [each for each in near if target.name in each.parts] or near
+        listed = ", ".join(map(str, meant[:_NAMED])) + (", ..." if len(meant) > _NAMED else "")
+        raise FileNotFoundError(f"{what}; did you mean {listed}?")
     listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    raise FileNotFoundError(f"{what}; {place} holds: {listed or 'nothing'}")
+    hint = nearest(target.name, names)
+    raise FileNotFoundError(f"{what}; {place} holds no checkpoint, but {listed or 'nothing'}{hint}")
+
+
+def _checkpoints_near(place: Path) -> list[Path]:
+    """Return the folders of checkpoints in ``place``, in its runs, and in those of its ``runs``."""
+    # Few patterns, because ``place`` may be a home folder.
+    patterns = ("", "*/", "*/checkpoint/", "runs/*/", "runs/*/checkpoint/")
+    found = (latest.parent for pattern in patterns for latest in place.glob(pattern + LATEST))
+    return sorted(dict.fromkeys(found))
