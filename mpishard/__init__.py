@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
-from mpishard.base import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
 from mpishard.base import settings
 
 importlib.import_module("mpishard.mirror")  # before the native classes, which it adds members to

@@ -37,7 +37,7 @@ BACKEND = f"""
     rank world_size is_initialized local_rank node_count
     initialize() shutdown() abort(error) print(*values) __enter__() __exit__(kind, error, trace)
     {COLLECTIVES} {TWINS}
-    send(array, destination_rank, tag=0) receive(source_rank, count, tag=0)
+    send(array, destination_rank, tag=0) receive(source_rank, count, tag=0, *, dtype=None)
     split(color, key=None) shrink() allocate_shared(length, dtype)
     _on_initialize() _on_shutdown()
 """
@@ -202,7 +202,7 @@ CLASSES = [
     # 1.3, communication
     (ms.CommunicationBackend, "", BACKEND),
     (ms.InMemoryCommunicationBackend,
-     "InMemoryCommunicationBackend(rank, world_size, environment_id='default', *, timeout=30.0)",
+     "InMemoryCommunicationBackend(rank, world_size, environment_id='default', *, timeout=None)",
      f"{BACKEND} clear_environment(environment_id)"),
     (ms.MPICommunicationBackend,
      "MPICommunicationBackend(comm=None, *, on_failure='abort')", BACKEND),
@@ -307,7 +307,7 @@ CLASSES = [
 FUNCTIONS = [
     (ms, "launch(main, *args, backend='auto', world_size=None, on_failure='abort')"),
     (ms, "init(backend='auto', *, on_failure='abort')"),
-    (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, on_failure='abort', **kwargs)"),
+    (ms, "run_in_threads(world_size, fn, /, *args, timeout=None, on_failure='abort', **kwargs)"),
     (
         ms,
         (

@@ -84,15 +84,6 @@ def test_the_pages_print_the_example(name: str) -> None:
     assert [page for page in PROGRAMS[name][0] if example not in programs_of(page)] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial.md"])
-def test_first_programs_import_mpishard_before_numpy(page: str) -> None:
-    """With NumPy first, the first line that a new user sees is a warning about BLAS kernels."""
-    text = (ROOT / page).read_text()
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        if "import numpy" in code and "import mpishard" in code:
-            assert code.index("import mpishard") < code.index("import numpy"), code
-
-
 def test_everything_that_readme_names_exists() -> None:
     named = re.findall(r"`(?:python )?((?:tests|scripts|docs|examples)/[\w/.]+)", README)
     named += re.findall(r"\]\(((?:docs|LICENSE|CONTRIBUTING)[\w/.]*)\)", README)

@@ -1,13 +1,12 @@
 """The choice of OpenBLAS's kernels for NumPy's products; its own choice is not always the fastest.
 
-If this module is imported before NumPy, it makes the choice, for this process and the processes
-that it starts. OpenBLAS reads ``OPENBLAS_CORETYPE`` once, when NumPy is loaded. The choice is a
-function of the processor alone and not of a measurement, because other kernels give other bits.
+OpenBLAS reads ``OPENBLAS_CORETYPE`` once, when NumPy is loaded, so that a launcher must set it:
+``mpishard run`` does. The choice is a function of the processor alone and not of a measurement,
+because other kernels give other bits.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,18 +73,6 @@ def better_kernel(loaded: str | None, processor: Processor | None = None) -> str
     return "SkylakeX" if loaded in _AVX2_KERNELS else None
 
 
-def choose_kernel(processor: Processor | None = None) -> None:
-    """Set OPENBLAS_CORETYPE if NumPy is not loaded yet and the best kernels are known.
-
-    They are known on Zen 4. On other processors the best choice depends on OpenBLAS's own, which
-    only a process that has loaded it can tell. ``mpishard run`` does this for its ranks.
-    """
-    # Kernels for AVX-512 are what OpenBLAS would choose there by itself.
-    kernel = None if "numpy" in sys.modules else better_kernel("SkylakeX", processor)
-    if kernel is not None:
-        settings.write("OPENBLAS_CORETYPE", kernel)
-
-
 def loaded_kernel() -> str | None:
     """Return the kernels of the OpenBLAS that this process has loaded; None if it has none."""
     # Imported here: every process imports this module, and few ask.
@@ -93,7 +80,3 @@ def loaded_kernel() -> str | None:
 
     libraries = threadpoolctl.threadpool_info()
     return next((i["architecture"] for i in libraries if i["internal_api"] == "openblas"), None)
-
-
-# On import, because OpenBLAS reads the variable when NumPy is loaded, and never again.
-choose_kernel()

@@ -21,12 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 from interruptions import Interruption, operate
 from places import Place
 from vectors import Fakes
 
+import mpishard
 from mpishard.checkpoint import StagingBuffer
 
 LENGTH = 50_000  # elements: a save takes a while, most of it inside

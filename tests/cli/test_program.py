@@ -77,7 +77,7 @@ def refused(*words: str) -> str:
         (["rnu", "-n", "2"], "No such command 'rnu'. Did you mean 'run'?"),
         (
             ["bench", "stp"],
-            "there is no command 'stp'; the commands of bench are collectives, step; did you mean step?",
+            "no command 'stp'; the commands of bench are collectives, step; did you mean step?",
         ),
         (["checkpoint", "list"], "did you mean inspect FOLDER?"),
         (["run", "--max-restart", "3", "train.py"], "--max-ranks, --max-restarts"),

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
+
+import mpishard
 
 LONG = np.ones(5000)
 FOREVER = 120.0

@@ -5,9 +5,9 @@ Every fourth has a mismatch, which all ranks must detect. Prints the number of c
 
 import sys
 
-import mpishard  # isort: skip - before NumPy
 import numpy as np
 
+import mpishard
 from mpishard.testing.fuzz import fuzz_sequence
 
 

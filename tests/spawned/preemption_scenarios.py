@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
+
+import mpishard as ms
 
 STEPS, SAMPLES = 60, 40
 generator = np.random.default_rng(0)

@@ -11,9 +11,9 @@ import threading
 import time
 from contextlib import suppress
 
-import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
+import mpishard
 from mpishard.base import settings
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.status import StatusReader

@@ -13,9 +13,9 @@ import threading
 import time
 from pathlib import Path
 
-import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
+import mpishard
 from mpishard.base import settings
 from mpishard.communication.mpi import library
 

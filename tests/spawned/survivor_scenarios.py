@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
+import mpishard as ms
 from mpishard.errors import NotInitializedError, PeerError
 
 STEPS, EVERY = 12, 3

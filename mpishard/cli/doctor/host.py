@@ -169,7 +169,7 @@ def _ask_blas(*, measures: bool, variables: dict[str, str | None] | None = None)
 
 def _kernel(kernel: str, rates: Rates | None) -> Finding:
     """Compare the loaded kernels with others that this processor can run."""
-    is_chosen = settings.openblas_kernel_is_set()  # by the user, or by mpishard before NumPy
+    is_chosen = settings.openblas_kernel_is_set()
     other, other_rates = None if is_chosen else better_kernel(kernel), None
     if is_chosen or (other and rates):
         # None removes the variable, which shows what the library itself would choose.
@@ -211,7 +211,6 @@ def _threads(library: Document) -> Finding:
 
 
 _MEASURE_BFLOAT16 = """
-from mpishard.base.blas import Processor  # before NumPy, for its kernels
 from mpishard.nn.layers.products import products_per_second
 from mpishard.base.onednn import library, reason_for_none
 import threadpoolctl
