@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import draw_strategies
 import make_map
 import pytest
 
@@ -78,3 +79,9 @@ def test_every_function_on_the_walk_of_an_all_reduce_is_in_its_file() -> None:
         source = (PACKAGE / "communication" / file).read_text()
         for part in name.split("."):
             assert re.search(rf"(def|class) {part}\b", source), f"{file}: {name}"
+
+
+def test_the_picture_of_the_strategies_is_that_of_their_ledgers() -> None:
+    assert draw_strategies.drawing() == draw_strategies.PICTURE.read_text(), (
+        "python scripts/draw_strategies.py"
+    )
