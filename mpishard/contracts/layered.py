@@ -59,7 +59,7 @@ class LayerInfo:
     index: int
     name: str
     category: LayerCategory
-    layer: Any
+    layer: Any  # of `mpishard.nn` or a user's: no class here is common to both
     parameter_offset: int
     parameter_count: int
     input_shape: tuple[int, ...]
@@ -122,10 +122,12 @@ class ILayeredModel(ABC):
         MissingMemberError
             If the model does not implement it.
         """
+        # Not abstract, because only pipelines cut a model.
         raise MissingMemberError(f"{type(self).__name__} does not implement extract_sub_model")
 
     @property
     @abstractmethod
+    # Any, because `mpishard.sharding`, which has the class, is a later room.
     def parameter_table(self) -> Any:
         """The model's `mpishard.sharding.ParameterTable`."""
 

@@ -52,6 +52,7 @@ class ILossFunction(ABC):
 
     def __call__(self, prediction: Array, target: Array) -> float:
         """Return the mean loss: the sum divided by the weight; 0 if the weight is 0."""
+        # Without `training` nothing is kept: no gradient follows.
         total, weight, _ = self.forward(prediction, target, training=False)
         counted = float(weight)
         return float(total) / counted if counted else 0.0

@@ -15,12 +15,12 @@ from mpishard.contracts import PathLike, UserModel
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Model
 
-Content = Callable[[Any, Iterator[Array]], Iterable[memoryview | bytes]]
+Encoder = Callable[[Any, Iterator[Array]], Iterable[memoryview | bytes]]
 """Function of a model's structure and its parameters, in table order: it yields a file's parts."""
 
 
-def write_model(path: PathLike, model: UserModel, content: Content) -> None:
-    """Write the ``content`` of a model to ``path``. Collective if the model is sharded.
+def write_model(path: PathLike, model: UserModel, encode: Encoder) -> None:
+    """Write a model to ``path``. Collective if the model is sharded.
 
     A file at ``path`` is replaced atomically. Rank 0 writes. It gathers one unit of a sharded model
     at a time (of a model on a mesh, all units).
@@ -28,7 +28,7 @@ def write_model(path: PathLike, model: UserModel, content: Content) -> None:
     Raises
     ------
     TypeError, ValueError, OSError
-        If the path is not a path or is blank, ``content`` refuses the model, or the file cannot be
+        If the path is not a path or is blank, ``encode`` refuses the model, or the file cannot be
         written. Every rank raises it.
     """
     check_path("path", path)
@@ -38,7 +38,7 @@ def write_model(path: PathLike, model: UserModel, content: Content) -> None:
             raise FileNotFoundError(f"there is no folder {Path(path).parent} to write to")
         if Path(path).is_dir():
             raise IsADirectoryError(f"{path} is a folder; give the path of a file")
-        disk.replace_file(Path(path), content(structure, _parameters(structure, chunks)))
+        disk.replace_file(Path(path), encode(structure, _parameters(structure, chunks)))
 
     if not isinstance(model, ShardedModelBase):
         write(model, _chunks(model))
