@@ -62,7 +62,7 @@ def test_the_chapters_of_communication_stand_in_their_order_with_all_their_files
 
 
 def test_every_file_on_the_walks_is_there() -> None:
-    walks = PAGE.partition("## The walk of one all-reduce")[2].partition("## The flat vector")[0]
+    walks = PAGE.partition("## Life of an all-reduce")[2].partition("## The flat vector")[0]
     files = set(re.findall(r"`([a-z_]+/\w+\.py)`", walks))
     assert len(files) > 20
     rooms = PACKAGE, PACKAGE / "communication"
@@ -70,7 +70,7 @@ def test_every_file_on_the_walks_is_there() -> None:
 
 
 def test_every_function_on_the_walk_of_an_all_reduce_is_in_its_file() -> None:
-    walk = PAGE.partition("## The walk of one all-reduce")[2].partition("Variants")[0]
+    walk = PAGE.partition("## Life of an all-reduce")[2].partition("Variants")[0]
     cells = [row.split("|")[2] for row in walk.splitlines() if re.match(r"\| \d", row)]
     steps = [step for cell in cells for step in re.findall(r"`(\w+/\w+\.py)`: ([^;]*)", cell)]
     named = [(file, name) for file, names in steps for name in re.findall(r"`([\w.]+)`", names)]
