@@ -24,6 +24,7 @@ from mpishard.sharding import ParameterEntry, Piece
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
+from mpishard.torch.gradients import keep, plain
 from mpishard.torch.parameters import OwnedParameter
 
 
@@ -83,6 +84,7 @@ class BackwardPasses:
         # that the reference is dead after a pass that raised.
         self._ending: Callable[[], object] = lambda: None
         self._views: dict[int, torch.Tensor] = {}
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # The last gradient of each part.
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
         self._assigned: list[tuple[OwnedParameter, torch.Tensor]] = []
         self._training = training_of(self._backend)
@@ -117,9 +119,13 @@ class BackwardPasses:
         self._flags[:-1] = live
         for place, part in enumerate(self._parts):
             gradient = part.tensor.grad
-            if live[place] and gradient.data_ptr() != self._view(part).data_ptr():
+            if live[place] and plain(gradient).data_ptr() != self._view(part).data_ptr():
                 self._assigned.append((part, gradient))
                 live[place] = False
+            reference = self._given.pop(place, None)
+            given = None if reference is None else reference()
+            if given is not None and given is not gradient:
+                keep(given)  # This pass overwrites the memory.
         is_first = not any(live)
         if is_first and self._has_local:
             gradients.abandon()  # The user cleared gradients of no_sync() before their reduction.
@@ -217,10 +223,14 @@ class BackwardPasses:
         if self._gathered is not None:
             self._gathered.release()
         for part, gradient in self._assigned:
-            self._view(part).add_(gradient.detach())
+            self._view(part).add_(plain(gradient).detach())
         self._assigned.clear()
         for place, part in enumerate(self._parts):
-            part.tensor.grad = part.as_gradient(self._view(part)) if self._flags[place] else None
+            gradient = None
+            if self._flags[place]:
+                gradient = part.as_gradient(self._view(part), is_local=self._has_local)
+                self._given[place] = weakref.ref(gradient)
+            part.tensor.grad = gradient
         # Last, because they refuse buffers or batches, and gradients are complete then.
         if self.syncs and self._flags[-1]:
             self._buffers.broadcast(self._backend)

@@ -15,6 +15,7 @@ from mpishard.base import BFLOAT16, Array, CollectiveMismatchError, ShardingErro
 from mpishard.communication import Work, called_as
 from mpishard.models import ShardedParameters
 from mpishard.observe import MemoryCategory
+from mpishard.torch.gradients import GradientPart
 from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter, StateDict
 from mpishard.torch.placed import tensor_of
 
@@ -193,6 +194,8 @@ class _Gathered:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if GradientPart in types:
+            return NotImplemented  # It gathers gradients first.
         name = getattr(function, "__name__", "")
         if name == "__get__":  # The function reads an attribute.
             attribute = getattr(function.__self__, "__name__", "")  # type: ignore[attr-defined]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map_only
@@ -15,6 +17,7 @@ from mpishard.base import ShardingError, ShardLayout
 from mpishard.communication import called_as
 from mpishard.models import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
+from mpishard.torch.gradients import GradientPart
 
 StateDict: TypeAlias = dict[str, Any]
 """State of a module or an optimizer, as PyTorch's ``state_dict`` returns it."""
@@ -115,6 +118,7 @@ class StoredParameter:
         if tensor.requires_grad and torch.is_grad_enabled():
             return method(tensor, *args, **kwargs)  # PyTorch refuses it.
         self.require_counted()
+        args, kwargs = tree_map_only(GradientPart, GradientPart.full_tensor, (args, kwargs))
         backend, subject = store.backend, store.layout.subjects[self.unit.index]
         if method.__name__ in RANDOM:
             drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
@@ -188,12 +192,50 @@ class OwnedParameter(StoredParameter):
         """Slice of the flattened parameter that the range covers."""
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
-    def as_gradient(self, values: Any) -> Any:
-        """Return a new tensor in the same memory, to be the ``grad`` of `tensor`.
+    def as_gradient(self, values: torch.Tensor, *, is_local: bool = False) -> Any:
+        """Return a new tensor in the memory of ``values``, to be the ``grad`` of `tensor`.
 
-        If it is only a part of a gradient, it refuses norms until an optimizer reads it.
+        If ``is_local`` is True, it is not reduced over the ranks yet.
         """
-        return values.as_subclass(GradientPiece if self.owner.shards_state else torch.Tensor)
+        if not self.owner.shards_state:
+            return values.as_subclass(torch.Tensor)
+        return GradientPart.of(self, values, is_local=is_local)
+
+    def restore_gradient(self) -> None:
+        """Make ``grad`` of `tensor`, which an optimizer has read as a plain tensor, a part."""
+        gradient = self.tensor.grad
+        if type(gradient) is torch.Tensor and self.owner.shards_state:
+            if "_reference" in vars(gradient):
+                gradient.__class__ = GradientPart
+            else:
+                self.tensor.grad = self.as_gradient(gradient)
+
+    def assigned(self, value: torch.Tensor) -> Any:
+        """Return a gradient that the user assigns, for the ``grad`` of `tensor`.
+
+        Collective if it is a whole gradient and this rank owns a part: the ranks' must be equal.
+
+        Raises
+        ------
+        ShardingError
+            If it has not the parameter's shape or, on every rank, ranks assign different values.
+        """
+        entry, owner = self.entry, self.owner
+        if value.shape != entry.shape:
+            raise ShardingError(
+                f"the gradient of {entry.name!r} has shape {tuple(entry.shape)}; got a tensor of "
+                f"shape {tuple(value.shape)}"
+            )
+        if not owner.shards_state or (isinstance(value, GradientPart) and value._owned is self):
+            return value
+        value = value.full_tensor() if isinstance(value, GradientPart) else value.detach()
+        values = torch.empty(entry.shape, dtype=self.tensor.dtype).copy_(value).view(-1)
+        require_equal(
+            values, owner.backend, owner.layout.subjects[self.unit.index],
+            f"the ranks assign different values to the gradient of {entry.name!r}, of which each "
+            "rank updates a part",
+        )  # fmt: skip
+        return GradientPart.of(self, values[self.in_parameter].clone())
 
     def refuse_optimizer(self, kind: str) -> None:
         """Refuse an optimizer of whole parameters if this rank owns only a part."""
@@ -203,6 +245,23 @@ class OwnedParameter(StoredParameter):
                 f"part of it; make the optimizer with mpishard.torch.optimizer(torch.optim.{kind}, "
                 "model, ...)"
             )
+
+
+def require_equal(values: torch.Tensor, backend: Any, subject: int, fault: str) -> None:
+    """Refuse values that the ranks do not have alike, which is the ``fault``. Collective.
+
+    Raises
+    ------
+    ShardingError
+        On every rank, if the values differ.
+    """
+    checksum = zlib.crc32(values.detach().contiguous().numpy().data)
+    everyone = backend.all_gather(np.array([checksum]), subject=subject)
+    if (everyone != everyone[0]).any():
+        raise ShardingError(
+            f"{fault} (checksums by rank: {everyone.tolist()}): every rank must give the same, "
+            "such as mpishard.torch.mean_over_ranks(values)"
+        )
 
 
 class ChangedOnce:
@@ -275,6 +334,8 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if GradientPart in types:
+            return NotImplemented  # It gathers gradients first.
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
             if not args or not isinstance(args[0], cls):
@@ -348,8 +409,8 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
 class SharedParameter(PlacedParameter):
     """A parameter of a module in a PyTorch loop.
 
-    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
-    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
+    ``.grad`` is the reduced gradient. It may be set to None, replaced by a tensor of its shape, or
+    changed in place. Except under DDP each rank has a part of it: see `GradientPart`.
     """
 
     _stored: OwnedParameter
@@ -360,50 +421,14 @@ class SharedParameter(PlacedParameter):
         if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
             return None
         part = self._stored
-        gradient = part.tensor.grad
-        if gradient is None or not part.owner.shards_state:
-            return gradient
-        return gradient.as_subclass(GradientPiece)
+        part.restore_gradient()
+        return part.tensor.grad
 
     @grad.setter
     def grad(self, value: Any) -> None:
         part = self._stored
-        if value is not None and value.shape != part.tensor.shape:
-            raise ShardingError(
-                f"the gradient of {part.entry.name!r} on this rank is its part of shape "
-                f"{tuple(part.tensor.shape)}; got a tensor of shape {tuple(value.shape)}"
-            )
-        part.tensor.grad = None if value is None else part.as_gradient(value)
+        part.tensor.grad = None if value is None else part.assigned(value)
 
     @grad.deleter
     def grad(self) -> None:
         self._stored.tensor.grad = None
-
-
-class GradientPiece(torch.Tensor):  # type: ignore[misc]
-    """Part of a gradient that this rank owns. It refuses norms, which would be of the part only."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if "norm" in getattr(function, "__name__", ""):
-            raise ShardingError(
-                f"{function.__name__} of a gradient would be that of this rank's part alone; "
-                "mpishard.torch.clip_grad_norm_(model, max_norm) clips by the norm over all ranks "
-                "and returns it (with max_norm=inf it changes nothing); "
-                "p.grad.as_subclass(torch.Tensor) is the part as a plain tensor"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            if function == torch.Tensor.data.__set__:
-                # ``p.grad.data = x``: p.grad is a temporary object here, and the optimizer reads
-                # the memory. The values are therefore copied there.
-                return args[0].detach().copy_(args[1])
-            result = function(*args, **(kwargs or {}))
-            # Results with the same values also refuse norms, as loops use p.grad.data, too.
-            if function in _SAME_VALUES:
-                return result.as_subclass(cls)
-            return result
-
-
-_SAME_VALUES = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.data.__get__)

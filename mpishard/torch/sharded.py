@@ -94,7 +94,8 @@ class ShardedModule(Uncopied):
         self.module = module
         self.strategy = strategy
         self.backend = backend
-        policy = POLICIES[strategy]
+        # A single rank holds and updates all, as under DDP.
+        policy = POLICIES[strategy if backend.world_size > 1 else "ddp"]
         self.shards_state = policy.shards_state
         self.placed = PlacedModule(module)
         if precision is not None:
@@ -162,14 +163,10 @@ class ShardedModule(Uncopied):
 
     def _make_parameters(self, policy: Policy, precision: str | None) -> None:
         backend, module = self.backend, self.module
-        # A single rank has all parameters. If there are several nodes, each rank gathers units in
-        # memory of its own.
-        gathers = policy.shards_parameters and backend.world_size > 1
+        # If there are several nodes, each rank gathers units in memory of its own.
+        has_arena = not policy.shards_parameters or backend.node_count == 1
         make = make_parameter_store if precision is None else make_mixed_store
-        self.parameters = make(
-            replace(self.layout, arena=not gathers or backend.node_count == 1),
-            replace(policy, shards_parameters=gathers),
-        )
+        self.parameters = make(replace(self.layout, arena=has_arena), policy)
         self.gathered: GatheredUnits | None = None
         if isinstance(self.parameters.computed, ShardedParameters):
             if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
