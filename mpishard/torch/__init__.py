@@ -19,7 +19,14 @@ from mpishard.torch.data import DataLoader
 from mpishard.torch.files import load, save
 from mpishard.torch.optimizer import clip_grad_norm_, optimizer
 from mpishard.torch.sharded import check_replicas, no_sync, shard
-from mpishard.torch.world import barrier, init, print, rank, world_size  # noqa: A004
+from mpishard.torch.world import (
+    barrier,
+    init,
+    mean_over_ranks,
+    print,  # noqa: A004
+    rank,
+    world_size,
+)
 
 __all__ = [
     "DataLoader",
@@ -29,6 +36,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "init",
     "load",
+    "mean_over_ranks",
     "no_sync",
     "optimizer",
     "print",

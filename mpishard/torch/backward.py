@@ -25,7 +25,7 @@ from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
 from mpishard.torch.gradients import keep, plain
-from mpishard.torch.parameters import OwnedParameter
+from mpishard.torch.parameters import Changes, OwnedParameter
 
 
 class BackwardPasses:
@@ -51,6 +51,8 @@ class BackwardPasses:
         Buffers that are sent to all ranks after a pass that has changed them.
     gathered : GatheredUnits, optional
         Gathered parameters, which are released after a pass.
+    changes : Changes
+        Changes of parameters, such as those in forward, which ranks compare after a pass.
 
     Attributes
     ----------
@@ -67,6 +69,7 @@ class BackwardPasses:
         parts: Sequence[OwnedParameter],
         buffers: Buffers,
         gathered: GatheredUnits | None,
+        changes: Changes,
     ) -> None:
         self.syncs = True
         self.part_of_step = ExitStack()
@@ -77,6 +80,7 @@ class BackwardPasses:
         self._parts = parts
         self._buffers = buffers
         self._gathered = gathered
+        self._changes = changes
         self._has_local = False  # True if the store has gradients that are not reduced yet.
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
@@ -215,11 +219,13 @@ class BackwardPasses:
         self._is_reduced = self.syncs
         if self.syncs:
             self._flags[-1] = self._buffers.have_changed()
-            message = np.concatenate([self._flags, self._training.marks()])
+            changed = self._changes.flags()
+            message = np.concatenate([self._flags, changed, self._training.marks()])
             # A parameter that any rank used has a gradient on all ranks. After this all-reduce no
             # rank reads another's gradients.
             self._backend.all_reduce(message, ReductionOperation.MAX, subject=self._layout.subject)
-            self._flags, of_loaders = np.split(message, [self._flags.size])
+            ends = np.cumsum([self._flags.size, changed.size])
+            self._flags, changed, of_loaders = np.split(message, ends)
         if self._gathered is not None:
             self._gathered.release()
         for part, gradient in self._assigned:
@@ -231,7 +237,9 @@ class BackwardPasses:
                 gradient = part.as_gradient(self._view(part), is_local=self._has_local)
                 self._given[place] = weakref.ref(gradient)
             part.tensor.grad = gradient
-        # Last, because they refuse buffers or batches, and gradients are complete then.
+        # Last, because they refuse changes, buffers or batches, and gradients are complete then.
+        if self.syncs:
+            self._changes.compare(changed)
         if self.syncs and self._flags[-1]:
             self._buffers.broadcast(self._backend)
         if self.syncs:

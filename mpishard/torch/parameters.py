@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map_only
 
-from mpishard.base import ShardingError, ShardLayout
-from mpishard.communication import called_as
+from mpishard.base import Array, ShardingError, ShardLayout
+from mpishard.communication import CommunicationBackend, called_as
 from mpishard.models import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
 from mpishard.torch.gradients import GradientPart
@@ -70,6 +70,7 @@ class StoredParameter:
         self.entry = entry
         self.unit = unit
         self.parameter = parameter
+        self.unchecked: int | None = None  # A checksum of changes that `Changes` will compare.
 
     def note_version(self) -> None:
         """Remember the parameter's number of changes in place, all of which are counted."""
@@ -127,10 +128,14 @@ class StoredParameter:
             method, args, kwargs = torch.Tensor.copy_, (values,), {}
         if not store.once_per_node or method.__name__ in REPEATABLE:
             result = method(tensor, *args, **kwargs)
+            given = [checksum(x) for x in (*args, *kwargs.values())] if store.once_per_node else []
+            call = f"{method.__name__} {given}"
+            self.unchecked = zlib.crc32(call.encode(), self.unchecked or 0)
         else:
             changed = tensor.detach().clone()
             is_operator = method(changed, *args, **kwargs) is None
-            backend.barrier(subject=subject)  # all ranks have read the old values
+            # After it all ranks have read the old values.
+            require_equal(checksum(changed), backend, subject, set_differently(self.entry.name))
             if backend.local_rank == 0:
                 torch.Tensor.copy_(tensor.detach(), changed)
             else:  # for autograd, which refuses a backward pass through changed values
@@ -231,7 +236,7 @@ class OwnedParameter(StoredParameter):
         value = value.full_tensor() if isinstance(value, GradientPart) else value.detach()
         values = torch.empty(entry.shape, dtype=self.tensor.dtype).copy_(value).view(-1)
         require_equal(
-            values, owner.backend, owner.layout.subjects[self.unit.index],
+            checksum(values), owner.backend, owner.layout.subjects[self.unit.index],
             f"the ranks assign different values to the gradient of {entry.name!r}, of which each "
             "rank updates a part",
         )  # fmt: skip
@@ -247,20 +252,90 @@ class OwnedParameter(StoredParameter):
             )
 
 
-def require_equal(values: torch.Tensor, backend: Any, subject: int, fault: str) -> None:
-    """Refuse values that the ranks do not have alike, which is the ``fault``. Collective.
+class Changes:
+    """Changes of parameters that each rank has made alone; a backward pass compares them.
+
+    Parameters
+    ----------
+    parameters : sequence of StoredParameter
+        All parameters of a module.
+    backend : CommunicationBackend
+        The ranks.
+    subject : int
+        The module, as for collectives.
+    """
+
+    def __init__(
+        self, parameters: Sequence[StoredParameter], backend: CommunicationBackend, subject: int
+    ) -> None:
+        self._parameters = parameters
+        self._backend = backend
+        self._subject = subject
+        # Ranks that share the memory compare the calls, and other ranks their copies.
+        self._has_copies = not any(part.store.once_per_node for part in parameters)
+
+    def flags(self) -> Array:
+        """Return 1 for each parameter that this rank has changed since the last comparison."""
+        found = np.zeros(len(self._parameters), np.uint8)
+        for place, part in enumerate(self._parameters):
+            found[place] = part.unchecked is not None
+            if self._has_copies and part.parameter._version != part._version:
+                found[place] = 1
+                part.note_version()
+        return found
+
+    def compare(self, flags: Array) -> None:
+        """Refuse parameters that any rank has changed, if the ranks' differ. Collective.
+
+        Raises
+        ------
+        ShardingError
+            On every rank. The message names the first parameter.
+        """
+        changed = [self._parameters[place] for place in np.flatnonzero(flags)]
+        if not changed or self._backend.world_size == 1:
+            return
+        mine = [
+            checksum(part.parameter) if self._has_copies else part.unchecked or 0
+            for part in changed
+        ]
+        for part in changed:
+            part.unchecked = None
+        faults = [set_differently(part.entry.name) for part in changed]
+        require_equal(mine, self._backend, self._subject, *faults)
+
+
+def set_differently(name: str) -> str:
+    """Return the fault of ranks that set a parameter differently, for `require_equal`."""
+    return f"the ranks have set parameter {name!r} to different values"
+
+
+def checksum(value: object) -> int:
+    """Return a checksum of a tensor's values, or of another argument of a method."""
+    if isinstance(value, torch.Tensor):
+        values = torch.Tensor.detach(value).contiguous().reshape(-1)
+        return zlib.crc32(values.view(torch.uint8).numpy().data)
+    return zlib.crc32(repr(value).encode())
+
+
+def require_equal(
+    checksums: int | Sequence[int], backend: CommunicationBackend, subject: int, *faults: str
+) -> None:
+    """Refuse values whose checksums differ between ranks. Collective.
 
     Raises
     ------
     ShardingError
-        On every rank, if the values differ.
+        On every rank, with the text in ``faults`` of the first such value.
     """
-    checksum = zlib.crc32(values.detach().contiguous().numpy().data)
-    everyone = backend.all_gather(np.array([checksum]), subject=subject)
-    if (everyone != everyone[0]).any():
+    everyone = backend.all_gather(np.atleast_2d(checksums).astype(np.int64), subject=subject)
+    differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+    if differing.size:
+        column = differing[0]
         raise ShardingError(
-            f"{fault} (checksums by rank: {everyone.tolist()}): every rank must give the same, "
-            "such as mpishard.torch.mean_over_ranks(values)"
+            f"{faults[column]} (checksums by rank: {everyone[:, column].tolist()}), such as one "
+            "from each rank's own samples. Every rank must set the same, such as "
+            "p.data = mpishard.torch.mean_over_ranks(values), which is the mean of all ranks'"
         )
 
 

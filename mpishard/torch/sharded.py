@@ -34,7 +34,13 @@ from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.buffers import form_of
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
-from mpishard.torch.parameters import OwnedParameter, SharedParameter, Uncopied, native_gradient
+from mpishard.torch.parameters import (
+    Changes,
+    OwnedParameter,
+    SharedParameter,
+    Uncopied,
+    native_gradient,
+)
 from mpishard.torch.placed import PlacedModule, note_wide_buffers, rounded, tensor_of
 from mpishard.torch.world import current_world
 
@@ -136,8 +142,15 @@ class ShardedModule(Uncopied):
         self._place()
         self.placed.distribute(backend, backend)
         self.placed.normalise_over(backend)
+        # Gathered parameters are compared at each change, as ranks keep only pieces of them.
+        stored = [p._stored for p in self.placed.parameters] if self.gathered is None else []
         self.passes = BackwardPasses(
-            self.gradients, self.entries, self.parts, self.placed.buffers, self.gathered
+            self.gradients,
+            self.entries,
+            self.parts,
+            self.placed.buffers,
+            self.gathered,
+            Changes(stored, backend, subject),
         )
         # The stack has the open span of the present step, which a trace shows.
         self._step, self._updates = ExitStack(), 0
@@ -203,7 +216,7 @@ class ShardedModule(Uncopied):
         for parameter in placed.parameters:
             part = parameter._stored
             if gathered is not None:
-                parameter._units = gathered, part.unit.index
+                parameter._units, parameter._name = (gathered, part.unit.index), part.entry.name
             (own,) = self.parameters.owned([part.piece])
             shape = own.shape if self.shards_state else part.entry.shape
             trained = part.entry.trainable

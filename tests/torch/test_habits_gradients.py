@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -256,3 +257,120 @@ def test_gradients_that_differ_between_ranks_are_refused(backend: Any) -> None:
         file.seek(0)
         assert torch.equal(torch.load(file, weights_only=True), weight.grad.full_tensor())
         assert "of the gradient of '0.weight', of shape (7, 5): tensor(" in repr(weight.grad)
+
+
+class DataDependent(nets.nn.Module):
+    """ActNorm, set by its first batch, and codes that follow the batches (as in VQ-VAE)."""
+
+    def __init__(self, mean: Any) -> None:
+        super().__init__()
+        self.net = nets.nn.Linear(5, 2)
+        self.shift = nets.nn.Parameter(torch.zeros(5))
+        self.codes = nets.nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.mean, self.is_set, self.replaces = mean, False, False
+
+    def forward(self, x: Any) -> Any:
+        if not self.is_set:
+            self.shift.data, self.is_set = self.mean(x.mean(0)), True
+        with torch.no_grad():
+            self.codes.mul_(0.9).add_(self.mean(x.mean(0)), alpha=0.1)
+            self.codes.data.clamp_(-self.mean(x.abs().mean()), 1.0)
+        if self.replaces:
+            self.codes = nets.nn.Parameter(self.codes.data, requires_grad=False)
+        return self.net(x - self.shift) + self.codes.sum()
+
+
+@by_path
+@in_worlds(1, 2, 3)
+def test_values_that_forward_sets_are_the_mean_or_refused(
+    backend: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    x, y = nets.batch("mlp")
+    own = nets.mine(backend, (x, y))
+    for strategy in STRATEGIES:
+        make = functools.partial(nets.make, functools.partial(DataDependent, mst.mean_over_ranks))
+        alone, model = nets.make(functools.partial(DataDependent, lambda v: v)), make()
+        mst.shard(model, strategy, minimum_unit_size=1)
+        for one, data in ((alone, (x, y)), (model, own)):
+            optimizer = optimizer_of(one, lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                nets.squared(one, *data).backward()
+                optimizer.step()
+        assert nets.difference(model, alone.state_dict()) < 1e-13, strategy
+        model.replaces = True
+        nets.squared(model, *own).backward()
+        with pytest.raises(ShardingError, match=r"'codes' was replaced .* module\.codes\.data = "):
+            optimizer.step()
+        if backend.world_size > 1:
+            other = nets.make(functools.partial(DataDependent, lambda v: v))
+            mst.shard(other, strategy)
+            with pytest.raises(ShardingError, match=r"'shift' to different .*mean_over_ranks"):
+                other(own[0]).sum().backward()
+
+
+@by_path
+@in_worlds(2, 3)
+def test_repeatable_changes_that_differ_are_refused(
+    backend: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    x, y = nets.mine(backend, nets.batch("mlp"))
+
+    def fill(model: Any, value: float) -> None:
+        model[2].weight.data.fill_(value)
+        nets.squared(model, x, y).backward()
+
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy)
+        with pytest.raises(ShardingError, match=r"'2.weight' to different"):
+            fill(model, 0.1 * backend.rank)
+        fill(model, 0.1)
+
+
+@in_worlds(2)
+def test_a_mean_over_ranks(backend: Any) -> None:
+    mst.init()
+    for dtype in (torch.float32, torch.bfloat16):
+        mean = mst.mean_over_ranks(torch.full((2, 3), float(backend.rank), dtype=dtype))
+        assert torch.equal(mean, torch.full((2, 3), 0.5, dtype=dtype))
+    with pytest.raises(ValueError, match=r"require a gradient .* give values.detach\(\)"):
+        mst.mean_over_ranks(torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match="of floating point"):
+        mst.mean_over_ranks(torch.ones(2, dtype=torch.int64))
+
+
+def transformed(model: Any, x: Any, y: Any) -> list[Any]:
+    """Calls of torch.func: gradients of samples, of inputs, and a backward pass through vmap."""
+
+    def loss(parameters: Any, inputs: Any, targets: Any) -> Any:
+        found = torch.func.functional_call(model, parameters, (inputs,))
+        return nets.nn.functional.mse_loss(found, targets)
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    of_samples = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+    gradients = torch.func.grad(loss)(dict(model.named_parameters()), x, y)
+    slope = torch.func.grad(lambda v: model(v).sum())
+    laplacian = torch.func.jacrev(slope)(x[0]).trace()
+    jacobian = torch.func.vmap(torch.func.jacrev(model))(x)
+    of_weight = torch.func.grad(lambda w: (x @ w.mT).square().sum())(model[0].weight)
+    found = [*of_samples.values(), *gradients.values(), laplacian, jacobian, of_weight]
+    (torch.func.vmap(model)(x) - y).square().mean().backward()
+    optimizer_of(model, lr=0.1).step()
+    return found
+
+
+@by_path
+@in_worlds(1, 2, 3)
+def test_torch_func(backend: Any, path: str, shared_path: Any) -> None:
+    mst.init()
+    own = nets.mine(backend, nets.batch("mlp"))
+    for strategy in STRATEGIES:
+        alone = nets.make(nets.perceptron)
+        model = mst.shard(nets.make(nets.perceptron), strategy, minimum_unit_size=1)
+        for one, other in zip(transformed(model, *own), transformed(alone, *own), strict=True):
+            torch.testing.assert_close(one.detach().clone(), other.detach(), rtol=1e-12, atol=1e-14)
+        everyone = nets.make(nets.perceptron)
+        transformed(everyone, *nets.batch("mlp"))
+        assert nets.difference(model, everyone.state_dict()) < 1e-13, strategy
