@@ -2,8 +2,9 @@
 
 Begin with ``placed.py``: it makes a module's parameters parts of a flat vector in a store's memory,
 checks the module, and hooks its gradients. ``parameters.py`` has the types of such parameters,
-which ranks change together. ``buffers.py`` sends the other tensors, and ``batch_norm.py``
-normalises over all ranks. `mpishard.adapters.TorchModel` is made of the same four.
+which ranks change together, and ``gradients.py`` that of their gradients. ``buffers.py`` sends the
+other tensors, and ``batch_norm.py`` normalises over all ranks. `mpishard.adapters.TorchModel` is
+made of the same.
 
 Loops: ``sharded.py`` has `shard`, which makes stores, and this rank's parts of the parameters.
 ``backward.py`` takes gradients from autograd. ``gathering.py`` gathers parameters if ranks share

@@ -306,8 +306,8 @@ def shard(
     Every rank builds the same module and gets rank 0's values. Afterwards the trained parameters
     are in memory that the ranks of a node share (under DDP in each rank's own memory), and the
     module computes with them as before. ``backward()`` reduces gradients to the mean over the
-    ranks, each of which has its own samples. ``.grad`` is this rank's part of the mean; under DDP
-    it is all of it.
+    ranks, each of which has its own samples. ``.grad`` is the mean, of which, except under DDP, a
+    rank holds a part.
 
     Parameters
     ----------
