@@ -292,7 +292,7 @@ class Changes:
         ShardingError
             On every rank. The message names the first parameter.
         """
-        changed = [self._parameters[place] for place in np.flatnonzero(flags)]
+        changed = [self._parameters[place] for place in np.flatnonzero(flags).tolist()]
         if not changed or self._backend.world_size == 1:
             return
         mine = [
