@@ -2,8 +2,9 @@
 
 Begin with ``placed.py``: it makes a module's parameters parts of a flat vector in a store's memory,
 checks the module, and hooks its gradients. ``parameters.py`` has the types of such parameters,
-which ranks change together. ``buffers.py`` sends the other tensors, and ``batch_norm.py``
-normalises over all ranks. `mpishard.adapters.TorchModel` is made of the same four.
+which ranks change together, and ``gradients.py`` that of their gradients. ``buffers.py`` sends the
+other tensors, and ``batch_norm.py`` normalises over all ranks. `mpishard.adapters.TorchModel` is
+made of the same.
 
 Loops: ``sharded.py`` has `shard`, which makes stores, and this rank's parts of the parameters.
 ``backward.py`` takes gradients from autograd. ``gathering.py`` gathers parameters if ranks share
@@ -19,7 +20,14 @@ from mpishard.torch.data import DataLoader
 from mpishard.torch.files import load, save
 from mpishard.torch.optimizer import clip_grad_norm_, optimizer
 from mpishard.torch.sharded import check_replicas, no_sync, shard
-from mpishard.torch.world import barrier, init, print, rank, world_size  # noqa: A004
+from mpishard.torch.world import (
+    barrier,
+    init,
+    mean_over_ranks,
+    print,  # noqa: A004
+    rank,
+    world_size,
+)
 
 __all__ = [
     "DataLoader",
@@ -29,6 +37,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "init",
     "load",
+    "mean_over_ranks",
     "no_sync",
     "optimizer",
     "print",

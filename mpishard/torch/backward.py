@@ -24,7 +24,8 @@ from mpishard.sharding import ParameterEntry, Piece
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
-from mpishard.torch.parameters import OwnedParameter
+from mpishard.torch.gradients import keep, plain
+from mpishard.torch.parameters import Changes, OwnedParameter
 
 
 class BackwardPasses:
@@ -50,6 +51,8 @@ class BackwardPasses:
         Buffers that are sent to all ranks after a pass that has changed them.
     gathered : GatheredUnits, optional
         Gathered parameters, which are released after a pass.
+    changes : Changes
+        Changes of parameters, such as those in forward, which ranks compare after a pass.
 
     Attributes
     ----------
@@ -66,6 +69,7 @@ class BackwardPasses:
         parts: Sequence[OwnedParameter],
         buffers: Buffers,
         gathered: GatheredUnits | None,
+        changes: Changes,
     ) -> None:
         self.syncs = True
         self.part_of_step = ExitStack()
@@ -76,6 +80,7 @@ class BackwardPasses:
         self._parts = parts
         self._buffers = buffers
         self._gathered = gathered
+        self._changes = changes
         self._has_local = False  # True if the store has gradients that are not reduced yet.
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
@@ -83,6 +88,7 @@ class BackwardPasses:
         # that the reference is dead after a pass that raised.
         self._ending: Callable[[], object] = lambda: None
         self._views: dict[int, torch.Tensor] = {}
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # The last gradient of each part.
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
         self._assigned: list[tuple[OwnedParameter, torch.Tensor]] = []
         self._training = training_of(self._backend)
@@ -117,9 +123,13 @@ class BackwardPasses:
         self._flags[:-1] = live
         for place, part in enumerate(self._parts):
             gradient = part.tensor.grad
-            if live[place] and gradient.data_ptr() != self._view(part).data_ptr():
+            if live[place] and plain(gradient).data_ptr() != self._view(part).data_ptr():
                 self._assigned.append((part, gradient))
                 live[place] = False
+            reference = self._given.pop(place, None)
+            given = None if reference is None else reference()
+            if given is not None and given is not gradient:
+                keep(given)  # This pass overwrites the memory.
         is_first = not any(live)
         if is_first and self._has_local:
             gradients.abandon()  # The user cleared gradients of no_sync() before their reduction.
@@ -209,19 +219,27 @@ class BackwardPasses:
         self._is_reduced = self.syncs
         if self.syncs:
             self._flags[-1] = self._buffers.have_changed()
-            message = np.concatenate([self._flags, self._training.marks()])
+            changed = self._changes.flags()
+            message = np.concatenate([self._flags, changed, self._training.marks()])
             # A parameter that any rank used has a gradient on all ranks. After this all-reduce no
             # rank reads another's gradients.
             self._backend.all_reduce(message, ReductionOperation.MAX, subject=self._layout.subject)
-            self._flags, of_loaders = np.split(message, [self._flags.size])
+            ends = np.cumsum([self._flags.size, changed.size])
+            self._flags, changed, of_loaders = np.split(message, ends)
         if self._gathered is not None:
             self._gathered.release()
         for part, gradient in self._assigned:
-            self._view(part).add_(gradient.detach())
+            self._view(part).add_(plain(gradient).detach())
         self._assigned.clear()
         for place, part in enumerate(self._parts):
-            part.tensor.grad = part.as_gradient(self._view(part)) if self._flags[place] else None
-        # Last, because they refuse buffers or batches, and gradients are complete then.
+            gradient = None
+            if self._flags[place]:
+                gradient = part.as_gradient(self._view(part), is_local=self._has_local)
+                self._given[place] = weakref.ref(gradient)
+            part.tensor.grad = gradient
+        # Last, because they refuse changes, buffers or batches, and gradients are complete then.
+        if self.syncs:
+            self._changes.compare(changed)
         if self.syncs and self._flags[-1]:
             self._buffers.broadcast(self._backend)
         if self.syncs:

@@ -9,13 +9,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+)
+from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from mpishard.base import BFLOAT16, Array, CollectiveMismatchError, ShardingError
 from mpishard.communication import Work, called_as
 from mpishard.models import ShardedParameters
 from mpishard.observe import MemoryCategory
-from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter, StateDict
+from mpishard.torch.gradients import GradientPart
+from mpishard.torch.parameters import (
+    RANDOM,
+    ChangedOnce,
+    SharedParameter,
+    StateDict,
+    checksum,
+    require_equal,
+    set_differently,
+)
 from mpishard.torch.placed import tensor_of
 
 # Number of units in memory: the unit in use, and the one before, as modules often alternate.
@@ -100,7 +115,12 @@ class GatheredUnits:
                 self._begin(ahead)
 
     def _make_room(self, needed: Sequence[int]) -> None:
-        """Free the least recently used units, except needed ones, to make room for one more."""
+        """Free the least recently used units, except needed ones, to make room for one more.
+
+        A transformation of torch.func, such as grad or vmap, keeps all units until it ends.
+        """
+        if maybe_current_level() is not None:
+            return
         others = [unit for unit in self._resident if unit not in needed]
         self._free(others[: max(0, len(self._resident) + 1 - _RESIDENT)])
 
@@ -154,6 +174,13 @@ class GatheredUnits:
                 "parameters before shard()"
             )
 
+    def require_equal(self, unit: int, view: torch.Tensor, name: str) -> None:
+        """Refuse a change of a parameter or its view that differs between ranks. Collective."""
+        layout = self._store.layout
+        # Of a copy, because PyTorch does not resize a storage after tensor.numpy().
+        found = checksum(view.detach().clone())
+        require_equal(found, layout.backend, layout.subjects[unit], set_differently(name))
+
     def broadcast(self, view: torch.Tensor) -> None:
         """Give every rank rank 0's values of a view, which each rank has drawn. Collective."""
         backend = self._store.layout.backend
@@ -187,12 +214,15 @@ class _Gathered:
     """Tensor in the memory of a unit. An operation on it gathers the unit first."""
 
     _units: tuple[GatheredUnits, int]
+    _name: str
 
     @classmethod
     @called_as("an operation on a parameter")
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if GradientPart in types:
+            return NotImplemented  # It gathers gradients first.
         name = getattr(function, "__name__", "")
         if name == "__get__":  # The function reads an attribute.
             attribute = getattr(function.__self__, "__name__", "")  # type: ignore[attr-defined]
@@ -221,7 +251,8 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             'here, because not all ranks share memory; use strategy="zero2"'
         )
     name = getattr(function, "__name__", "")
-    if name in vars(ChangedOnce) and args and isinstance(args[0], _GatheredView):
+    changes = name in vars(ChangedOnce) and args and isinstance(args[0], _Gathered)
+    if changes and isinstance(args[0], _GatheredView):
         args[0]._units[0].require_exact(name)
     needed: dict[GatheredUnits, set[int]] = {}
     for tensor in tree_iter((args, kwargs)):
@@ -236,21 +267,33 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # A parameter's own methods do this. torch.nn.init calls those of a view here.
         if name in _RANDOM and isinstance(result, _GatheredView):
             result._units[0].broadcast(result)
-        follow = functools.partial(_follow, list(needed), uses)
+        elif changes:
+            source, unit = args[0]._units
+            source.require_equal(unit, args[0], args[0]._name)
+        named = args[0]._name if args and isinstance(args[0], _Gathered) else "of a view"
+        follow = functools.partial(_follow, list(needed), uses, named)
         return tree_map_only(torch.Tensor, follow, result)
 
 
 def _follow(
-    sources: Sequence[GatheredUnits], uses: Sequence[Callable[..., None]], result: Any
+    sources: Sequence[GatheredUnits], uses: Sequence[Callable[..., None]], name: str, result: Any
 ) -> Any:
     """Prepare a result, so that its backward pass, or operations on a view, gather the units."""
     if isinstance(result, _Gathered) or result.layout is not torch.strided:
+        return result
+    if is_functorch_wrapped_tensor(result):
+        # Each transformation of torch.func has a graph of its own.
+        inner = result
+        while inner is not None:
+            if inner.grad_fn is not None:
+                inner.grad_fn.register_prehook(functools.partial(_before_backward, uses))
+            inner = get_unwrapped(inner) if is_functorch_wrapped_tensor(inner) else None
         return result
     storage = result.untyped_storage()._cdata
     for source in sources:
         if storage in source.units:
             view = result.as_subclass(_GatheredView)
-            view._units = source, source.units[storage]
+            view._units, view._name = (source, source.units[storage]), name
             return view
     if result.grad_fn is not None:
         result.grad_fn.register_prehook(functools.partial(_before_backward, uses))
@@ -262,6 +305,27 @@ def _before_backward(uses: Sequence[Callable[..., None]], _gradients: object) ->
     """Gather units before autograd differentiates an operation that used them. Collective."""
     for use in uses:
         use(is_training=True)
+
+
+def _gathering_first(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather a parameter before ``wrap`` puts it into a tensor of torch.func, which has no hook."""
+
+    @called_as("an operation on a parameter")
+    @functools.wraps(wrap)
+    def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, _Gathered):
+            source, unit = tensor._units
+            source.use([unit], is_training=torch.is_grad_enabled())
+        return wrap(tensor, *args, **kwargs)
+
+    return wrapped
+
+
+# Names of PyTorch's own modules; if another release has not these, PyTorch raises a RuntimeError
+# about a storage of size 0, as for C++ extensions.
+for _module, _name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
+    if hasattr(_module, _name):
+        setattr(_module, _name, _gathering_first(getattr(_module, _name)))
 
 
 def give_whole_tensors(

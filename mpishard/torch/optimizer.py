@@ -30,12 +30,8 @@ from mpishard.optimizers import (
     count_missed,
     missed_by,
 )
-from mpishard.torch.parameters import (
-    GradientPiece,
-    OwnedParameter,
-    PlacedParameter,
-    StateDict,
-)
+from mpishard.torch.gradients import GradientPart, plain
+from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict
 from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
 
@@ -47,7 +43,7 @@ def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
     for part in parts:
         if part.tensor.grad is None:
             continue
-        gradient = part.tensor.grad.as_subclass(torch.Tensor)
+        gradient = plain(part.tensor.grad)
         norm = float(torch.linalg.vector_norm(gradient, order)) if gradient.numel() else 0.0
         is_split = part.owner.shards_state
         sums[is_split] = add(sums[is_split], norm if is_largest else norm**order)
@@ -126,7 +122,7 @@ def clip_grad_norm_(
     if not factor >= 1:  # This is True for NaN, too, as in PyTorch.
         for part in parts:
             if part.tensor.grad is not None:
-                part.tensor.grad.mul_(factor)
+                plain(part.tensor.grad).mul_(factor)
     dtype = parts[0].tensor.dtype if parts else torch.float32
     return torch.tensor(total, dtype=dtype)
 
@@ -469,11 +465,10 @@ def _before_step(
             f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
             "give every rank the same settings, and ReduceLROnPlateau the same value"
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        for part in made._mpishard_parts.values():
-            gradient = part.tensor.grad
-            if type(gradient) is GradientPiece:  # Each operation on this subclass is slower.
-                part.tensor.grad = gradient.as_subclass(torch.Tensor)
+    for part in made._mpishard_parts.values():
+        gradient = part.tensor.grad
+        if type(gradient) is GradientPart:  # In a step the optimizer reads plain tensors.
+            gradient.__class__ = torch.Tensor
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
 
@@ -508,6 +503,8 @@ def _refuse_other_parameters(
 @called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: Any) -> None:
     """Publish, after a step, the parameters that each rank has updated. Collective."""
+    for part in made._mpishard_parts.values():
+        part.restore_gradient()
     for owner in owners:
         owner.publish()
     record("parameters", made)

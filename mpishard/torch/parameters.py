@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map_only
 
-from mpishard.base import ShardingError, ShardLayout
-from mpishard.communication import called_as
+from mpishard.base import Array, ShardingError, ShardLayout
+from mpishard.communication import CommunicationBackend, called_as
 from mpishard.models import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
+from mpishard.torch.gradients import GradientPart
 
 StateDict: TypeAlias = dict[str, Any]
 """State of a module or an optimizer, as PyTorch's ``state_dict`` returns it."""
@@ -67,6 +70,7 @@ class StoredParameter:
         self.entry = entry
         self.unit = unit
         self.parameter = parameter
+        self.unchecked: int | None = None  # A checksum of changes that `Changes` will compare.
 
     def note_version(self) -> None:
         """Remember the parameter's number of changes in place, all of which are counted."""
@@ -115,6 +119,7 @@ class StoredParameter:
         if tensor.requires_grad and torch.is_grad_enabled():
             return method(tensor, *args, **kwargs)  # PyTorch refuses it.
         self.require_counted()
+        args, kwargs = tree_map_only(GradientPart, GradientPart.full_tensor, (args, kwargs))
         backend, subject = store.backend, store.layout.subjects[self.unit.index]
         if method.__name__ in RANDOM:
             drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
@@ -123,10 +128,14 @@ class StoredParameter:
             method, args, kwargs = torch.Tensor.copy_, (values,), {}
         if not store.once_per_node or method.__name__ in REPEATABLE:
             result = method(tensor, *args, **kwargs)
+            given = [checksum(x) for x in (*args, *kwargs.values())] if store.once_per_node else []
+            call = f"{method.__name__} {given}"
+            self.unchecked = zlib.crc32(call.encode(), self.unchecked or 0)
         else:
             changed = tensor.detach().clone()
             is_operator = method(changed, *args, **kwargs) is None
-            backend.barrier(subject=subject)  # all ranks have read the old values
+            # After it all ranks have read the old values.
+            require_equal(checksum(changed), backend, subject, set_differently(self.entry.name))
             if backend.local_rank == 0:
                 torch.Tensor.copy_(tensor.detach(), changed)
             else:  # for autograd, which refuses a backward pass through changed values
@@ -188,12 +197,50 @@ class OwnedParameter(StoredParameter):
         """Slice of the flattened parameter that the range covers."""
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
-    def as_gradient(self, values: Any) -> Any:
-        """Return a new tensor in the same memory, to be the ``grad`` of `tensor`.
+    def as_gradient(self, values: torch.Tensor, *, is_local: bool = False) -> Any:
+        """Return a new tensor in the memory of ``values``, to be the ``grad`` of `tensor`.
 
-        If it is only a part of a gradient, it refuses norms until an optimizer reads it.
+        If ``is_local`` is True, it is not reduced over the ranks yet.
         """
-        return values.as_subclass(GradientPiece if self.owner.shards_state else torch.Tensor)
+        if not self.owner.shards_state:
+            return values.as_subclass(torch.Tensor)
+        return GradientPart.of(self, values, is_local=is_local)
+
+    def restore_gradient(self) -> None:
+        """Make ``grad`` of `tensor`, which an optimizer has read as a plain tensor, a part."""
+        gradient = self.tensor.grad
+        if type(gradient) is torch.Tensor and self.owner.shards_state:
+            if "_reference" in vars(gradient):
+                gradient.__class__ = GradientPart
+            else:
+                self.tensor.grad = self.as_gradient(gradient)
+
+    def assigned(self, value: torch.Tensor) -> Any:
+        """Return a gradient that the user assigns, for the ``grad`` of `tensor`.
+
+        Collective if it is a whole gradient and this rank owns a part: the ranks' must be equal.
+
+        Raises
+        ------
+        ShardingError
+            If it has not the parameter's shape or, on every rank, ranks assign different values.
+        """
+        entry, owner = self.entry, self.owner
+        if value.shape != entry.shape:
+            raise ShardingError(
+                f"the gradient of {entry.name!r} has shape {tuple(entry.shape)}; got a tensor of "
+                f"shape {tuple(value.shape)}"
+            )
+        if not owner.shards_state or (isinstance(value, GradientPart) and value._owned is self):
+            return value
+        value = value.full_tensor() if isinstance(value, GradientPart) else value.detach()
+        values = torch.empty(entry.shape, dtype=self.tensor.dtype).copy_(value).view(-1)
+        require_equal(
+            checksum(values), owner.backend, owner.layout.subjects[self.unit.index],
+            f"the ranks assign different values to the gradient of {entry.name!r}, of which each "
+            "rank updates a part",
+        )  # fmt: skip
+        return GradientPart.of(self, values[self.in_parameter].clone())
 
     def refuse_optimizer(self, kind: str) -> None:
         """Refuse an optimizer of whole parameters if this rank owns only a part."""
@@ -203,6 +250,93 @@ class OwnedParameter(StoredParameter):
                 f"part of it; make the optimizer with mpishard.torch.optimizer(torch.optim.{kind}, "
                 "model, ...)"
             )
+
+
+class Changes:
+    """Changes of parameters that each rank has made alone; a backward pass compares them.
+
+    Parameters
+    ----------
+    parameters : sequence of StoredParameter
+        All parameters of a module.
+    backend : CommunicationBackend
+        The ranks.
+    subject : int
+        The module, as for collectives.
+    """
+
+    def __init__(
+        self, parameters: Sequence[StoredParameter], backend: CommunicationBackend, subject: int
+    ) -> None:
+        self._parameters = parameters
+        self._backend = backend
+        self._subject = subject
+        # Ranks that share the memory compare the calls, and other ranks their copies.
+        self._has_copies = not any(part.store.once_per_node for part in parameters)
+
+    def flags(self) -> Array:
+        """Return 1 for each parameter that this rank has changed since the last comparison."""
+        found = np.zeros(len(self._parameters), np.uint8)
+        for place, part in enumerate(self._parameters):
+            found[place] = part.unchecked is not None
+            if self._has_copies and part.parameter._version != part._version:
+                found[place] = 1
+                part.note_version()
+        return found
+
+    def compare(self, flags: Array) -> None:
+        """Refuse parameters that any rank has changed, if the ranks' differ. Collective.
+
+        Raises
+        ------
+        ShardingError
+            On every rank. The message names the first parameter.
+        """
+        changed = [self._parameters[place] for place in np.flatnonzero(flags).tolist()]
+        if not changed or self._backend.world_size == 1:
+            return
+        mine = [
+            checksum(part.parameter) if self._has_copies else part.unchecked or 0
+            for part in changed
+        ]
+        for part in changed:
+            part.unchecked = None
+        faults = [set_differently(part.entry.name) for part in changed]
+        require_equal(mine, self._backend, self._subject, *faults)
+
+
+def set_differently(name: str) -> str:
+    """Return the fault of ranks that set a parameter differently, for `require_equal`."""
+    return f"the ranks have set parameter {name!r} to different values"
+
+
+def checksum(value: object) -> int:
+    """Return a checksum of a tensor's values, or of another argument of a method."""
+    if isinstance(value, torch.Tensor):
+        values = torch.Tensor.detach(value).contiguous().reshape(-1)
+        return zlib.crc32(values.view(torch.uint8).numpy().data)
+    return zlib.crc32(repr(value).encode())
+
+
+def require_equal(
+    checksums: int | Sequence[int], backend: CommunicationBackend, subject: int, *faults: str
+) -> None:
+    """Refuse values whose checksums differ between ranks. Collective.
+
+    Raises
+    ------
+    ShardingError
+        On every rank, with the text in ``faults`` of the first such value.
+    """
+    everyone = backend.all_gather(np.atleast_2d(checksums).astype(np.int64), subject=subject)
+    differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+    if differing.size:
+        column = differing[0]
+        raise ShardingError(
+            f"{faults[column]} (checksums by rank: {everyone[:, column].tolist()}), such as one "
+            "from each rank's own samples. Every rank must set the same, such as "
+            "p.data = mpishard.torch.mean_over_ranks(values), which is the mean of all ranks'"
+        )
 
 
 class ChangedOnce:
@@ -275,6 +409,8 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if GradientPart in types:
+            return NotImplemented  # It gathers gradients first.
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
             if not args or not isinstance(args[0], cls):
@@ -348,8 +484,8 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
 class SharedParameter(PlacedParameter):
     """A parameter of a module in a PyTorch loop.
 
-    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
-    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
+    ``.grad`` is the reduced gradient. It may be set to None, replaced by a tensor of its shape, or
+    changed in place. Except under DDP each rank has a part of it: see `GradientPart`.
     """
 
     _stored: OwnedParameter
@@ -360,50 +496,14 @@ class SharedParameter(PlacedParameter):
         if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":
             return None
         part = self._stored
-        gradient = part.tensor.grad
-        if gradient is None or not part.owner.shards_state:
-            return gradient
-        return gradient.as_subclass(GradientPiece)
+        part.restore_gradient()
+        return part.tensor.grad
 
     @grad.setter
     def grad(self, value: Any) -> None:
         part = self._stored
-        if value is not None and value.shape != part.tensor.shape:
-            raise ShardingError(
-                f"the gradient of {part.entry.name!r} on this rank is its part of shape "
-                f"{tuple(part.tensor.shape)}; got a tensor of shape {tuple(value.shape)}"
-            )
-        part.tensor.grad = None if value is None else part.as_gradient(value)
+        part.tensor.grad = None if value is None else part.assigned(value)
 
     @grad.deleter
     def grad(self) -> None:
         self._stored.tensor.grad = None
-
-
-class GradientPiece(torch.Tensor):  # type: ignore[misc]
-    """Part of a gradient that this rank owns. It refuses norms, which would be of the part only."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if "norm" in getattr(function, "__name__", ""):
-            raise ShardingError(
-                f"{function.__name__} of a gradient would be that of this rank's part alone; "
-                "mpishard.torch.clip_grad_norm_(model, max_norm) clips by the norm over all ranks "
-                "and returns it (with max_norm=inf it changes nothing); "
-                "p.grad.as_subclass(torch.Tensor) is the part as a plain tensor"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            if function == torch.Tensor.data.__set__:
-                # ``p.grad.data = x``: p.grad is a temporary object here, and the optimizer reads
-                # the memory. The values are therefore copied there.
-                return args[0].detach().copy_(args[1])
-            result = function(*args, **(kwargs or {}))
-            # Results with the same values also refuse norms, as loops use p.grad.data, too.
-            if function in _SAME_VALUES:
-                return result.as_subclass(cls)
-            return result
-
-
-_SAME_VALUES = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.data.__get__)

@@ -166,12 +166,17 @@ class PlacedModule:
             entry, parameter = self.entries[index], self.parameters[index]
             if isinstance(parameter, PlacedParameter):
                 parameter._stored.require_counted()
+            held = module._parameters  # In a module of torch.jit it has no get().
+            if name not in held or held[name] is not parameter:
+                raise ShardingError(
+                    f"parameter {entry.name!r} was replaced or deleted; no rank would reduce or "
+                    "save a new one, nor train it. Set its values instead, such as "
+                    f"module.{name}.data = mpishard.torch.mean_over_ranks(values)"
+                )
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
-            held = module._parameters  # In a module of torch.jit it has no get().
-            is_here = name in held and held[name] is parameter
-            if not is_here or _storage_of(parameter) != self._storages[index]:
+            if _storage_of(parameter) != self._storages[index]:
                 raise ShardingError(
                     f"parameter {entry.name!r} is no longer in the memory where mpishard put it: "
                     "call module.to(), .half(), load_state_dict(assign=True) and the like before "

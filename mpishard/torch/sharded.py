@@ -34,7 +34,13 @@ from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.buffers import form_of
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
-from mpishard.torch.parameters import OwnedParameter, SharedParameter, Uncopied, native_gradient
+from mpishard.torch.parameters import (
+    Changes,
+    OwnedParameter,
+    SharedParameter,
+    Uncopied,
+    native_gradient,
+)
 from mpishard.torch.placed import PlacedModule, note_wide_buffers, rounded, tensor_of
 from mpishard.torch.world import current_world
 
@@ -94,7 +100,8 @@ class ShardedModule(Uncopied):
         self.module = module
         self.strategy = strategy
         self.backend = backend
-        policy = POLICIES[strategy]
+        # A single rank holds and updates all, as under DDP.
+        policy = POLICIES[strategy if backend.world_size > 1 else "ddp"]
         self.shards_state = policy.shards_state
         self.placed = PlacedModule(module)
         if precision is not None:
@@ -135,8 +142,15 @@ class ShardedModule(Uncopied):
         self._place()
         self.placed.distribute(backend, backend)
         self.placed.normalise_over(backend)
+        # Gathered parameters are compared at each change, as ranks keep only pieces of them.
+        stored = [p._stored for p in self.placed.parameters] if self.gathered is None else []
         self.passes = BackwardPasses(
-            self.gradients, self.entries, self.parts, self.placed.buffers, self.gathered
+            self.gradients,
+            self.entries,
+            self.parts,
+            self.placed.buffers,
+            self.gathered,
+            Changes(stored, backend, subject),
         )
         # The stack has the open span of the present step, which a trace shows.
         self._step, self._updates = ExitStack(), 0
@@ -162,14 +176,10 @@ class ShardedModule(Uncopied):
 
     def _make_parameters(self, policy: Policy, precision: str | None) -> None:
         backend, module = self.backend, self.module
-        # A single rank has all parameters. If there are several nodes, each rank gathers units in
-        # memory of its own.
-        gathers = policy.shards_parameters and backend.world_size > 1
+        # If there are several nodes, each rank gathers units in memory of its own.
+        has_arena = not policy.shards_parameters or backend.node_count == 1
         make = make_parameter_store if precision is None else make_mixed_store
-        self.parameters = make(
-            replace(self.layout, arena=not gathers or backend.node_count == 1),
-            replace(policy, shards_parameters=gathers),
-        )
+        self.parameters = make(replace(self.layout, arena=has_arena), policy)
         self.gathered: GatheredUnits | None = None
         if isinstance(self.parameters.computed, ShardedParameters):
             if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
@@ -206,7 +216,7 @@ class ShardedModule(Uncopied):
         for parameter in placed.parameters:
             part = parameter._stored
             if gathered is not None:
-                parameter._units = gathered, part.unit.index
+                parameter._units, parameter._name = (gathered, part.unit.index), part.entry.name
             (own,) = self.parameters.owned([part.piece])
             shape = own.shape if self.shards_state else part.entry.shape
             trained = part.entry.trainable
@@ -296,8 +306,8 @@ def shard(
     Every rank builds the same module and gets rank 0's values. Afterwards the trained parameters
     are in memory that the ranks of a node share (under DDP in each rank's own memory), and the
     module computes with them as before. ``backward()`` reduces gradients to the mean over the
-    ranks, each of which has its own samples. ``.grad`` is this rank's part of the mean; under DDP
-    it is all of it.
+    ranks, each of which has its own samples. ``.grad`` is the mean, of which, except under DDP, a
+    rank holds a part.
 
     Parameters
     ----------

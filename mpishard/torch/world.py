@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpishard.base import NotInitializedError
@@ -85,6 +86,44 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of ranks."""
     return current_world().world_size
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the ranks of a tensor that each of them has. Collective.
+
+    For instance for a parameter that ``forward`` sets from the samples of a rank
+    (``self.shift.data = mean_over_ranks(x.mean(0))``), or for a loss to print.
+
+    Parameters
+    ----------
+    values : torch.Tensor
+        Values on the CPU of floating point, of the same shape on every rank, without a gradient.
+
+    Returns
+    -------
+    torch.Tensor
+        New tensor of the same shape and dtype, equal on every rank.
+
+    Raises
+    ------
+    ValueError
+        If the values require a gradient, which would not go through the mean, or are integers.
+    CollectiveMismatchError
+        If shapes or dtypes differ between ranks.
+    """
+    if values.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "mean_over_ranks() of values that require a gradient would drop it: give "
+            "values.detach(); backward() itself takes the mean of gradients over the ranks"
+        )
+    if not values.is_floating_point():
+        raise ValueError(f"the values must be of floating point, got {values.dtype}")
+    backend = current_world()
+    wide = values.detach().contiguous()
+    wide = wide.float() if wide.itemsize == 2 else wide
+    total = backend.all_reduce(wide.reshape(-1).numpy())
+    mean = torch.from_numpy(np.asarray(total)) / backend.world_size
+    return mean.view(values.shape).to(values.dtype)
 
 
 def barrier() -> None:

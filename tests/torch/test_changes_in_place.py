@@ -139,10 +139,12 @@ def test_a_change_that_is_not_counted_is_refused_if_ranks_share_the_memory(
     for strategy in STRATEGIES:
         model = mst.shard(nets.make(nets.perceptron), strategy)
         optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
+        shares = module_of(model).parameters.once_per_node
+        if change is torch.nn.init.orthogonal_ and not shares and backend.world_size > 1:
+            continue  # The ranks' matrices differ, which is refused at the latest in backward().
         with torch.no_grad():
             change(model[2].weight)
         nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
-        shares = module_of(model).parameters.once_per_node
         if backend.world_size == 1 or not shares:
             optimizer.step()
             continue

@@ -122,14 +122,14 @@ def test_gradients_are_this_ranks_part(backend, strategy):
     alone = make(perceptron)
     squared(alone, *batch("mlp")).backward()
     total = 0
-    for p, whole in zip(model.parameters(), alone.parameters(), strict=True):
-        total += p.grad.numel()
-        if strategy == "ddp":
-            assert torch.allclose(p.grad, whole.grad, rtol=0, atol=1e-14)
-            continue
-        place = p._stored.in_parameter
-        assert torch.allclose(p.grad, whole.grad.view(-1)[place], rtol=0, atol=1e-14)
     shared = strategy == "ddp" or backend.world_size == 1
+    for p, whole in zip(model.parameters(), alone.parameters(), strict=True):
+        own = p.grad if shared else p.grad.to_local()
+        total += own.numel()
+        assert torch.allclose(p.grad, whole.grad, rtol=0, atol=1e-14)
+        assert torch.allclose(
+            own.view(-1), whole.grad.view(-1)[p._stored.in_parameter], rtol=0, atol=1e-14
+        )
     elements = sum(p.numel() for p in alone.parameters())
     assert (total == elements) == shared
     assert (

