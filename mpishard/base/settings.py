@@ -90,6 +90,11 @@ def pmi_descriptor() -> int | None:
     return None if is_slurm_step() else _number("PMI_FD")
 
 
+def slurm_pmi_descriptor() -> int | None:
+    """PMI_FD: the descriptor of this process's connection to srun's plugin pmi2."""
+    return _number("PMI_FD") if is_slurm_step() else None
+
+
 _OF_LAUNCHERS = (
     "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
     "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
