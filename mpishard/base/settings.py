@@ -167,6 +167,16 @@ def slurm_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID") or None
 
 
+def slurm_node_count() -> int | None:
+    """SLURM_JOB_NUM_NODES: number of nodes of the allocation, if there is one."""
+    return _number("SLURM_JOB_NUM_NODES")
+
+
+def slurm_step_nodes() -> str | None:
+    """SLURM_STEP_NODELIST: nodes of the step, such as ``node[2-3]``, if srun started this."""
+    return os.environ.get("SLURM_STEP_NODELIST") if is_slurm_step() else None
+
+
 def slurm_plugin() -> str | None:
     """SLURM_MPI_TYPE: srun's plugin by which ranks find each other, if it is set."""
     return os.environ.get("SLURM_MPI_TYPE") or None
