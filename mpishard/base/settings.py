@@ -458,6 +458,23 @@ def openblas_kernel_is_set() -> bool:
     return "OPENBLAS_CORETYPE" in os.environ
 
 
+def output_is_passed_on() -> bool:
+    """Return whether a launcher passes this process's output on to a place that is no terminal.
+
+    `mpishard run` says so by `terminal_columns`. Open MPI's launcher is the parent of ranks on its
+    machine; srun gives a rank a terminal only if the user asked for it.
+    """
+    if job_folder() is not None:
+        return terminal_columns() is None
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ or is_slurm_step():
+        return False
+    try:
+        output = os.readlink(f"/proc/{os.getppid()}/fd/1")  # noqa: PTH115 - it may be a pipe
+    except OSError:
+        return True
+    return not output.startswith(("/dev/pts/", "/dev/tty"))
+
+
 def terminal_columns() -> int | None:
     """MPISHARD_COLUMNS: width of the terminal that shows this process's output, or None.
 

@@ -27,7 +27,8 @@ def doctor(
 
     Looks at Python, cores and memory, NumPy and its libraries, MPI and its launcher, shared
     memory, GPUs and SLURM; measures matrix products; and starts two ranks that communicate. If
-    there is SLURM, it also starts two ranks on two nodes, if they are free. It changes nothing. Each line is about something that you can change.
+    there is SLURM, it also starts two ranks on two nodes, if they are free. It changes nothing.
+    Each line is about something that you can change.
 
     --json prints {"schema": 2, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,

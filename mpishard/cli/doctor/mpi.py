@@ -49,8 +49,8 @@ _KNOWN = (
     (r"world of one[\s\S]*srun --mpi=pmi2",
      Cause(_ALONE, "export SLURM_MPI_TYPE=pmi2  # `srun --mpi=list` names others")),
     (r"Task launch for \S+ failed on node",
-     Cause("the nodes start no ranks with this plugin: pmix opens libpmix.so there, which Debian has "
-           "in a package of its own",
+     Cause("the nodes start no ranks with this plugin: pmix opens libpmix.so there, which Debian "
+           "has in a package of its own",
            "sudo apt-get install libpmix-dev  # on every node; `journalctl -u slurmd` has more")),
     (r"sees a world of one",
      Cause("each rank found itself alone, because the launcher does not work with this MPI library",
