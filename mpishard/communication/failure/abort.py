@@ -23,6 +23,7 @@ from mpishard.communication.contract.status import (
     StatusReader,
     stopped_siblings,
 )
+from mpishard.communication.failure.links import REPORTED, NodeLinks
 from mpishard.communication.failure.report import failure_report
 from mpishard.communication.failure.stall import describe_stall, longest_waiting, rank_table
 
@@ -110,6 +111,8 @@ class Termination:
         """Whether an exception ends this process alone, without the others."""
         self.overlooked: Callable[[int], bool] = lambda dead: True
         """Whether MPI does not report a dead rank to the others, so that this process must."""
+        self.links: NodeLinks | None = None
+        """Connections to the ranks of other nodes, if these see the end of a process by them."""
         self.stop: Callable[[], None] = lambda: None
         """Stops work on a GPU that waits for other ranks, before MPI ends the job."""
         self._close = close
@@ -197,8 +200,13 @@ class Termination:
     # ----------------------------------------------------------------------- activity of ranks
 
     def dead_rank(self) -> int | None:
-        """Return a rank of this node whose process is gone though it has not left, or None."""
+        """Return a rank whose process is gone though it has not left, or None.
+
+        It is a rank of this node, or the first rank of another.
+        """
         dead = None if self.statuses is None else self.statuses.dead_rank()
+        if dead is None and self.links is not None:
+            dead = self.links.dead_rank()
         return None if dead is None or not self.overlooked(dead) else dead
 
     def describe(self) -> str:
@@ -249,6 +257,8 @@ class Termination:
             os._exit(code)
         try:
             self._report(report, code, is_own=is_own, is_said=is_own and is_alone)
+            if self.links is not None:
+                self.links.end(REPORTED)
         finally:
             with suppress(Exception):  # the job ends anyway
                 # First, because a kernel of NCCL that waits for other ranks does not end by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -32,6 +33,7 @@ from mpishard.communication.failure.abort import (
     flush_output,
     print_to_stderr,
 )
+from mpishard.communication.failure.links import LEFT, NodeLinks, Offer
 from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
@@ -39,6 +41,8 @@ from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
+
+_logger = logging.getLogger("mpishard")
 
 _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
@@ -97,7 +101,8 @@ class MPIJob:
         on_failure = "shrink" if survives else "abort"
         mine = {**settings.alike(), "on_failure": on_failure, "backend": self._kind}
         # One exchange for the node of each rank and for the settings that must be alike.
-        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
+        offer = self._offer_link()
+        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine, offer))
         _require_alike([row[2] for row in rows])
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
@@ -112,6 +117,8 @@ class MPIJob:
         """Time, of `time.monotonic`, until which waits assume other programs on this core."""
         self.statuses.share(comm.allgather, ranks)
         node.Free()
+        if rows[0][3] is not None:
+            self._link_nodes({row[0] for row in rows}, rows[0][3])
         if survives and self.world_size > 1:
             self.ulfm = ulfm = Ulfm(mpi, comm)
             self.ending.leaves_alone = True
@@ -119,6 +126,37 @@ class MPIJob:
             self.ending.overlooked = lambda dead: ulfm.overlooks(
                 dead, is_waiting=bool(watchdog.waits)
             )
+
+    def _offer_link(self) -> Offer | None:
+        """Let rank 0 listen for other nodes, unless agents of `mpishard run` watch over them."""
+        if self.rank or self.world_size == 1 or self._survives or settings.job_folder() is not None:
+            return None
+        self.ending.links = NodeLinks()
+        try:
+            return self.ending.links.offer()
+        except OSError:  # no sockets here: then time limits must do
+            self.ending.links = None
+            return None
+
+    def _link_nodes(self, first_ranks: Collection[int], offer: Offer) -> None:
+        """Connect the first rank of each node with rank 0."""
+        links = self.ending.links
+        if len(first_ranks) == 1:
+            if links is not None:
+                links.end(LEFT)
+            self.ending.links = None
+        elif self.rank and self.rank in first_ranks:
+            links = NodeLinks()
+            if links.connect(self.rank, offer):
+                self.ending.links = links
+            else:
+                _logger.warning(
+                    "rank %d cannot connect to rank 0 (%s, port %d): if one of them is killed, the "
+                    "other ends after MPISHARD_TIMEOUT",
+                    self.rank,
+                    ", ".join(offer[0]),
+                    offer[1],
+                )
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -285,6 +323,8 @@ class MPIJob:
         self._groups.clear()
         self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)
+        if self.ending.links is not None:
+            self.ending.links.end(LEFT)
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """Return a context in which this rank waits at ``where`` for others, with a time limit."""
