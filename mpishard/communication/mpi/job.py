@@ -117,6 +117,8 @@ class MPIJob:
         """Time, of `time.monotonic`, until which waits assume other programs on this core."""
         self.statuses.share(comm.allgather, ranks)
         node.Free()
+        if settings.job_folder() is None:
+            _unlink_mpich_files()
         if rows[0][3] is not None:
             self._link_nodes({row[0] for row in rows}, rows[0][3])
         if survives and self.world_size > 1:
@@ -383,6 +385,18 @@ _FILES = re.compile(
     r"ucp|psm|Intel_MPI|impi|mvapich|cray|xpmem)\S*)$",
     re.MULTILINE,
 )
+
+
+def _unlink_mpich_files() -> None:
+    """Remove the names of MPICH's files in ``/dev/shm``, which `mpishard run` otherwise does.
+
+    All ranks of the node have mapped them by now, and a job that is killed would leave them. Ranks
+    of Open MPI map theirs when they first communicate.
+    """
+    for path in library_files():
+        if Path(path).name.startswith("mpich_"):
+            with suppress(OSError):  # another rank of the node was faster
+                Path(path).unlink()
 
 
 def library_files() -> list[str]:
