@@ -131,11 +131,12 @@ capped() { # MAX_REQUEUES: not again
 }
 
 killed() { # a rank is killed on the other node, which has no other rank
-    local job start seconds left
+    local job victim start seconds left
     job="$(submit $script "${tiny[@]}" --steps 100000)"
     wait_for 60 saved "$job"
+    victim="$(ranks 3 | head -n 1)"
     start="$SECONDS"
-    ranks 3 | head -n 1 | xargs -r kill -KILL
+    kill -KILL "$victim"
     wait_for 40 is "$job" FAILED
     seconds=$((SECONDS - start))
     verdict 'a killed rank ends the job' "after $seconds s: $(state "$job"), code $(field "$job" ExitCode)" \
