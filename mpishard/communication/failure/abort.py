@@ -121,7 +121,10 @@ class Termination:
 
     def records(self) -> list[RankRecord]:
         """Return one record of each rank; an empty list if nothing is known."""
-        return [] if self.statuses is None else self.statuses.records()
+        if self.statuses is None:
+            return []
+        self.statuses.refresh()
+        return self.statuses.records()
 
     # --------------------------------------------------------------------------- reasons to end
 
