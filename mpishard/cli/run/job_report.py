@@ -90,6 +90,8 @@ class JobEnd:
         The machines that the user named, and that the launcher reaches by ssh.
     survives : bool
         Whether ranks may outlive each other.
+    lost : str
+        A sentence on the hosts that were gone when the launcher ended; "" if none was.
     """
 
     world_size: int
@@ -104,6 +106,7 @@ class JobEnd:
     program: str = "mpiexec"
     hosts: Sequence[str] = ()
     survives: bool = False
+    lost: str = ""
 
     def judge(self) -> JobResult:
         """Return the exit code of the job, and the lines to print."""
@@ -171,6 +174,8 @@ class JobEnd:
     def _by_codes(self) -> JobResult:
         """Judge by exit codes alone: no rank is known to have reported or to have been killed."""
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
+        if own is None and self.lost and self.launcher_code:
+            return JobResult(settings.EXIT_FAILURE, (self.lost,))
         if own is None and self.is_local and self.launcher_code:
             if self._agrees(signal.SIGKILL):
                 line = (

@@ -215,7 +215,9 @@ class Supervisor:
         processes.wait_for_all()
         for process in processes.running:  # they would write to the files of the next start
             process.send(signal.SIGKILL)
+        lost = ""
         if self._hosts is not None:
+            lost = self._hosts.lost()
             self._hosts.end()
             processes.look()
         # The code of a launcher that this process has killed says nothing about the job.
@@ -228,9 +230,9 @@ class Supervisor:
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
             why = f"{self.launcher.program} ended with code {code}; read its messages first"
             self._not_started(0, why)
-        return self._judge(128 - code if code < 0 else code, seconds)
+        return self._judge(128 - code if code < 0 else code, seconds, lost)
 
-    def _judge(self, launcher_code: int, seconds: float) -> Outcome:
+    def _judge(self, launcher_code: int, seconds: float, lost: str = "") -> Outcome:
         processes, records = self._processes, records_in(self._folder)
         # Reports of ranks that had closed their stderr.
         with suppress(OSError):  # no rank has left any
@@ -252,6 +254,7 @@ class Supervisor:
             program=self.launcher.program.name,
             hosts=() if self.launcher.is_slurm else self.hosts,
             survives=self.survives,
+            lost=lost,
         )
         result = end.judge()
         if self._reason:
