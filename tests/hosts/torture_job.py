@@ -25,7 +25,7 @@ for step in range(begin + 1, steps + 1):
         elif fault[0] == "asleep":
             time.sleep(600)
         elif fault[0] == "elsewhere":
-            world.receive(1 - world.rank % 2)
+            world.receive(1 - world.rank % 2, 1)
     total = world.all_reduce(np.ones(1000))
     assert total[0] == world.world_size
     time.sleep(0.02)
