@@ -14,7 +14,7 @@ from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import examine_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
-from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, MPILibrary
+from mpishard.cli.run.launcher import Launcher, MPIInstallation, MPILibrary
 
 OK, NOTE, PROBLEM = Verdict
 MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))
@@ -329,7 +329,8 @@ def test_the_plugin_on_two_nodes(monkeypatch, programs, answers, trial, verdict,
 def test_an_allocation_without_srun(monkeypatch, programs):
     assert list(doctor_mpi.examine_slurm(NO_MPI, quick=False)) == []
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert by_name(doctor_mpi.examine_slurm(NO_MPI, quick=False))["slurm.allocation"].verdict is NOTE
+    found = by_name(doctor_mpi.examine_slurm(NO_MPI, quick=False))
+    assert found["slurm.allocation"].verdict is NOTE
 
 
 # NumPy as CuPy, and ranks that try every operation in one job: on GPUs each has its own.

@@ -46,6 +46,7 @@ _logger = logging.getLogger("mpishard")
 
 _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
+_CLOSING_SECONDS = 0.2  # for the system to close all connections of a process that was killed
 _FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
 
 # In the messages of MPI libraries; a rank that gets one of them has not failed itself.
@@ -308,6 +309,9 @@ class MPIJob:
                 if not (record.is_alive or record.has_left):
                     self.ending.report_dead_rank(record.rank, f"while it waited {where}")
             if isinstance(error, self.mpi.Exception) and _LOST_CONNECTION.search(str(error)):
+                time.sleep(_CLOSING_SECONDS)
+                if (dead := self.ending.dead_rank()) is not None:
+                    self.ending.report_dead_rank(dead, f"while it waited {where}")
                 self.ending.report_lost_connection(str(error), f"while it waited {where}")
             return error
         explained = self.ulfm.explain(error, where)
