@@ -97,6 +97,9 @@ def _numba() -> ModuleType | None:
     # A missing package is no news, but a package that cannot be imported is logged below.
     if importlib.util.find_spec("numba") is None:
         return None
+    # At exit colorama, which numba uses if it is installed, would write to Open MPI's terminal.
+    if settings.output_is_passed_on():
+        settings.write_default("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     try:
         return importlib.import_module("numba")
     except ImportError as error:  # numba refuses releases of NumPy that it does not support

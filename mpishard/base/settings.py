@@ -87,6 +87,11 @@ def pmi_descriptor() -> int | None:
     return None if is_slurm_step() else _number("PMI_FD")
 
 
+def slurm_pmi_descriptor() -> int | None:
+    """PMI_FD: the descriptor of this process's connection to srun's plugin pmi2."""
+    return _number("PMI_FD") if is_slurm_step() else None
+
+
 _OF_LAUNCHERS = (
     "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
     "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
@@ -157,6 +162,16 @@ def is_slurm_allocation() -> bool:
 def slurm_job() -> str | None:
     """SLURM_JOB_ID: the allocation in which this process runs; None outside of one."""
     return os.environ.get("SLURM_JOB_ID") or None
+
+
+def slurm_node_count() -> int | None:
+    """SLURM_JOB_NUM_NODES: number of nodes of the allocation, if there is one."""
+    return _number("SLURM_JOB_NUM_NODES")
+
+
+def slurm_step_nodes() -> str | None:
+    """SLURM_STEP_NODELIST: nodes of the step, such as ``node[2-3]``, if srun started this."""
+    return os.environ.get("SLURM_STEP_NODELIST") if is_slurm_step() else None
 
 
 def slurm_plugin() -> str | None:
@@ -233,6 +248,7 @@ def check() -> None:
     collective_timeout()
     mpi_warning()
     exit_timeout()
+    host_timeout()
     numba_is_allowed()
     cuda_aware()
     trace_folder()
@@ -266,6 +282,14 @@ def exit_timeout() -> float:
     means no limit. After `mpi_warning` a rank that has finished names the ranks for which it waits.
     """
     return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
+
+
+def host_timeout() -> float:
+    """MPISHARD_HOST_TIMEOUT: seconds without a sign of life after which a host is lost."""
+    seconds = _seconds("MPISHARD_HOST_TIMEOUT", 30.0)
+    if not seconds:
+        raise ValueError("MPISHARD_HOST_TIMEOUT must be more than 0 seconds; got 0")
+    return seconds
 
 
 def _seconds(name: str, default: float) -> float:
@@ -379,6 +403,11 @@ def job_folder() -> Path | None:
     return Path(text) if text else None
 
 
+def has_other_hosts() -> bool:
+    """MPISHARD_RUN: whether `mpishard run` started this process for a job on several hosts."""
+    return "MPISHARD_RUN" in os.environ
+
+
 def restart_count() -> int:
     """MPISHARD_RESTART: number of times that `mpishard run` has restarted this job.
 
@@ -433,6 +462,23 @@ def environment() -> dict[str, str]:
 def openblas_kernel_is_set() -> bool:
     """Return whether the user chose the kernels of OpenBLAS, with OPENBLAS_CORETYPE."""
     return "OPENBLAS_CORETYPE" in os.environ
+
+
+def output_is_passed_on() -> bool:
+    """Return whether a launcher passes this process's output on to a place that is no terminal.
+
+    `mpishard run` says so by `terminal_columns`. Open MPI's launcher is the parent of ranks on its
+    machine; srun gives a rank a terminal only if the user asked for it.
+    """
+    if job_folder() is not None:
+        return terminal_columns() is None
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ or is_slurm_step():
+        return False
+    try:
+        output = os.readlink(f"/proc/{os.getppid()}/fd/1")  # noqa: PTH115 - it may be a pipe
+    except OSError:
+        return True
+    return not output.startswith(("/dev/pts/", "/dev/tty"))
 
 
 def terminal_columns() -> int | None:

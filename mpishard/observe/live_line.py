@@ -68,7 +68,13 @@ class LiveLine(Live):
 
 
 class _PatientConsole(Console):
-    """A console that raises on a broken pipe, on which rich would end the process."""
+    """A console that raises on a broken pipe, on which rich would end the process.
+
+    The cursor stays visible: nobody would show it again after the end of a rank that was killed.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False

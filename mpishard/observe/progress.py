@@ -41,7 +41,8 @@ class Progress:
     stream : text file, optional
         The output. Default: ``sys.stdout``.
     live : bool, optional
-        Whether to draw the live line. Default: if the stream, or the launcher's, is a terminal.
+        Whether to draw the live line. Default: if the stream is a terminal, and, under a launcher,
+        its output, too.
     interval : float
         Least seconds between plain lines.
     stamp : str
@@ -212,7 +213,10 @@ class Progress:
         # Under `mpishard run` this stream is a pipe, and the launcher tells the width of the
         # terminal at its end.
         columns = settings.terminal_columns() if self._stream is sys.stdout else None
-        is_terminal = self._stream.isatty() or columns is not None
+        is_terminal = columns is not None
+        # Open MPI's launcher gives its ranks terminals, also if its own output is a file.
+        if not is_terminal and self._stream.isatty():
+            is_terminal = self._stream is not sys.stdout or not settings.output_is_passed_on()
         if is_terminal:
             self._stamp = ""
         if not (is_terminal if self._wants_live is None else self._wants_live):

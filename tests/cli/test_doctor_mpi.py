@@ -14,7 +14,7 @@ from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import examine_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
-from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, MPILibrary
+from mpishard.cli.run.launcher import Launcher, MPIInstallation, MPILibrary
 
 OK, NOTE, PROBLEM = Verdict
 MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))
@@ -75,7 +75,7 @@ def test_fixes_are_commands_without_holes(monkeypatch, programs):
     """A ``<folder>`` to be filled in is a redirection for the shell."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     found = [*examine_mpi(MPIInstallation(MPICH, None, "no mpiexec"))]
-    found += doctor_mpi.examine_slurm(NO_MPI)
+    found += doctor_mpi.examine_slurm(NO_MPI, quick=True)
     fixes = [finding.fix for finding in found if finding.fix]
     fixes += [cause.fix for _, cause in doctor_mpi._KNOWN]
     assert len(fixes) > 8
@@ -90,6 +90,7 @@ SAID = {
     "crash": "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Segmentation fault (signal 11)\n",
     "world": "mpishard.errors.MPIUnavailableError: the library sees a world of one. Fix: start\n",
     "srun": "the library sees a world of one. Fix: start with `srun --mpi=pmi2`\n",
+    "no pmix": "srun: error: Task launch for StepId=13.0 failed on node n2: Unspecified error",
     "name": "getaddrinfo failed: Name or service not known\n",
     "busy": "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n",
     "plugin": "srun: error: Invalid MPI type 'pmi9', --mpi=list for acceptable types\n",
@@ -105,6 +106,7 @@ SAID = {
         ("read-only", "may not write", "shm"),
         ("world", "each rank found itself alone", "install --force-reinstall mpi4py mpich"),
         ("srun", "srun needs a plugin", "export SLURM_MPI_TYPE=pmi2"),
+        ("no pmix", "libpmix.so", "apt-get install libpmix-dev"),
         ("name", "has no address", "/etc/hosts"),
         ("busy", "no cores left", "export SLURM_OVERLAP=1"),
         ("plugin", "does not have the plugin", "unset SLURM_MPI_TYPE"),
@@ -260,10 +262,20 @@ OLD = "srun: MPI types are...\nsrun: cray_shasta\nsrun: pmi2\nsrun: none"
 def test_plugins():
     assert doctor_mpi.listed_plugins(NEW) == ["none", "pmi2", "pmix", "pmix_v4", "pmix_v5"]
     assert doctor_mpi.listed_plugins(OLD) == ["cray_shasta", "pmi2", "none"]
-    fitting = doctor_mpi.fitting_plugins
-    assert fitting(MPIFamily.OPEN_MPI, ["pmi2", "pmix"]) == ["pmix"]
-    assert fitting(MPIFamily.MPICH, ["none", "pmi2", "cray_shasta"]) == ["cray_shasta", "pmi2"]
-    assert fitting(MPIFamily.INTEL, ["none"]) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "listed", "fitting"),
+    [
+        ("Open MPI v5.0.11", ["pmi2", "pmix"], ["pmix"]),
+        ("MPICH Version: 5", ["pmix", "none", "cray_shasta", "pmi2"], ["pmi2"]),  # SLURM of Debian
+        ("MPICH Version: 5 --with-pmix", ["pmix", "pmi2"], ["pmi2", "pmix"]),
+        ("CRAY MPICH version 8.1.29", ["pmi2", "cray_shasta"], ["cray_shasta", "pmi2"]),
+        ("Intel(R) MPI Library 2021.9", ["none"], []),
+    ],
+)
+def test_plugins_that_fit(version, listed, fitting):
+    assert doctor_mpi.fitting_plugins(MPILibrary(version), listed) == fitting
 
 
 @pytest.mark.parametrize(
@@ -285,15 +297,40 @@ def test_the_plugin_of_a_cluster(
         monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
     programs("srun", listed)
     programs("scontrol", f"Configuration data\nMpiDefault              = {default}\nX = 1")
-    found = by_name(doctor_mpi.examine_slurm(MPIInstallation(library)))
+    found = by_name(doctor_mpi.examine_slurm(MPIInstallation(library), quick=True))
     assert found["slurm.plugin"].verdict is verdict
     assert (found["slurm.plugin"].fix or "").endswith(fix or "")
 
 
+RIGHT_SUMS = Answer(0, answer_line({"hosts": "node[2-3]"}), "", 60)
+NO_PMIX = "srun: error: Task launch for StepId=13.0 failed on node node2: Unspecified error\n"
+NOT_NOW = "srun: error: Unable to allocate resources: Requested nodes are busy\n"
+
+
+@pytest.mark.parametrize(
+    ("trial", "verdict", "words", "fix"),
+    [
+        (RIGHT_SUMS, OK, "on node[2-3] start with --mpi=pmix", ""),
+        (Answer(1, "", NO_PMIX, 60), PROBLEM, "2 nodes (node2 among them) do not", "libpmix-dev"),
+        (Answer(1, "", NOT_NOW, 60), NOTE, "was not tried: 2 nodes could not be had", "salloc"),
+    ],
+)
+def test_the_plugin_on_two_nodes(monkeypatch, programs, answers, trial, verdict, words, fix):
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    programs("srun", "")
+    asked = answers(doctor_mpi, Answer(0, NEW, "", 20), trial)
+    found = by_name(doctor_mpi.examine_slurm(MPIInstallation(OPEN_MPI), quick=False))
+    assert asked[1][0][1:4] == ["--mpi=pmix", "--nodes=2", "--ntasks=2"]
+    two_nodes = found["slurm.two_nodes"]
+    assert (two_nodes.verdict, words in two_nodes.text) == (verdict, True)
+    assert fix in (two_nodes.fix or "")
+
+
 def test_an_allocation_without_srun(monkeypatch, programs):
-    assert list(doctor_mpi.examine_slurm(NO_MPI)) == []
+    assert list(doctor_mpi.examine_slurm(NO_MPI, quick=False)) == []
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert by_name(doctor_mpi.examine_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
+    found = by_name(doctor_mpi.examine_slurm(NO_MPI, quick=False))
+    assert found["slurm.allocation"].verdict is NOTE
 
 
 # NumPy as CuPy, and ranks that try every operation in one job: on GPUs each has its own.

@@ -1,6 +1,8 @@
 import importlib
 import os
 import socket
+import sys
+import threading
 
 import pytest
 
@@ -10,6 +12,7 @@ from mpishard.base import settings
 from mpishard.communication.failure import hooks as exit_hooks
 from mpishard.communication.failure.hooks import claim_rank, is_helper
 from mpishard.communication.mpi.library import check_launched_world, check_machine, launcher_name
+from mpishard.communication.mpi.slurm_pmi import limit_values
 from mpishard.errors import CommunicationError, MPIUnavailableError
 
 start = importlib.import_module("mpishard.communication.process")
@@ -89,7 +92,7 @@ def test_a_world_of_one_under_a_foreign_launcher(alone, variables, family, count
     check_launched_world(2, "any")
     with pytest.raises(MPIUnavailableError) as caught:
         check_launched_world(1, "Some MPI v1.2\nmore")
-    for words in (f"started {count} processes", family, "Some MPI v1.2", "mpishard run"):
+    for words in (f"started {count} processes", family, "Some MPI v1.2", "library's mpiexec"):
         assert words in str(caught.value)
 
 
@@ -102,12 +105,50 @@ def test_a_launcher_may_start_one_process(alone):
     check_launched_world(1, "any")
 
 
-def test_srun_without_its_mpi_plugin_is_refused_with_the_option(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.delenv("PMI_SIZE", raising=False)
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
-    with pytest.raises(MPIUnavailableError, match="srun --mpi=pmi2"):
-        check_launched_world(1, "MPICH Version: 5")
+@pytest.mark.parametrize(
+    ("library", "taken", "words"),
+    [
+        ("MPICH Version: 5", None, r"`srun --mpi=pmi2` \(it took none; .* names others\), or with"),
+        ("Open MPI v5.0.11", "pmi2", r"start with `srun --mpi=pmix` \(it took pmi2; "),
+        ("Open MPI v5.0.11", "pmix", "start with that library's mpiexec"),
+    ],
+)
+def test_srun_with_the_wrong_plugin_is_refused_with_the_right_one(alone, library, taken, words):
+    alone.setenv("SLURM_STEP_NUM_TASKS", "2")
+    alone.delenv("SLURM_MPI_TYPE", raising=False)
+    if taken:
+        alone.setenv("SLURM_MPI_TYPE", taken)
+    with pytest.raises(MPIUnavailableError, match=words):
+        check_launched_world(1, library)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("library", ["MPICH Device: ch4:ucx ofi", "MPICH Device: ch4:ofi"])
+def test_the_values_of_pmi2_are_shortened(alone, library):
+    """This thread is MPI_Init; what it would find in a value of 1024 bytes no longer matters."""
+    ours, slurm = socket.socketpair()
+    alone.setenv("SLURM_STEP_NUM_TASKS", "2")
+    alone.setenv("PMI_FD", str(ours.fileno()))
+
+    def answer():
+        for reply in (b"cmd=response_to_init rc=0\n", b"cmd=maxes vallen_max=1024\n", b"direct\n"):
+            asked.append(slurm.recv(100))
+            slurm.sendall(reply)
+
+    asked, replies = [], []
+    server = threading.Thread(target=answer)
+    server.start()
+    limit_values(library)
+    for request in (b"cmd=init\n", b"cmd=get_maxes\n", b"cmd=get_appnum\n"):
+        os.write(ours.fileno(), request)
+        replies.append(os.read(ours.fileno(), 100))
+    server.join(10)
+    assert asked == [b"cmd=init\n", b"cmd=get_maxes\n", b"cmd=get_appnum\n"]
+    limit = 512 if "ucx" in library else 1024
+    assert replies[1:] == [b"cmd=maxes vallen_max=%d\n" % limit, b"direct\n"]
+    assert "mpishard-pmi" not in [thread.name for thread in threading.enumerate()]
+    ours.close()
+    slurm.close()
 
 
 # --------------------------------------------------------------------- before MPI is started
@@ -182,7 +223,7 @@ OF_OPEN_MPI = {
         (OF_OPEN_MPI, MPICH, "Open MPI 5.0.11 started this process, and mpi4py loads MPICH Ver"),
         ({"PMIX_NAMESPACE": "x"}, MPICH, "a PMIx launcher started .*: start with `mpishard run`"),
         (OF_OPEN_MPI | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0",
-                        "SLURM_PROCID": "0"}, MPICH, "srun --mpi=pmix .* `srun --mpi=pmi2`, or"),
+                        "SLURM_PROCID": "0"}, MPICH, "srun --mpi=pmix .* `srun --mpi=pmi2` "),
         (OF_OPEN_MPI, f"{MPICH}\nMPICH configure: --with-pmix=/usr", ""),
         (OF_OPEN_MPI | {"PMI_FD": "7"}, MPICH, ""),  # a Hydra with both
         (OF_OPEN_MPI, "Open MPI v5.0.11", ""),

@@ -52,7 +52,7 @@ def submit(tmp_path):
     return run
 
 
-STEP = "srun unset --mpi=pmi2 --cpus-per-task=3 python -u examples/train_gpt.py"
+STEP = "srun unset --wait=20 --mpi=pmi2 --cpus-per-task=3 python -u examples/train_gpt.py"
 
 
 def test_a_job_and_the_same_requeued_are_one_run(submit):
@@ -66,6 +66,30 @@ def test_a_job_that_was_preempted_goes_back_into_the_queue(submit):
     ended, calls = submit(DURING_SRUN="exit 75")
     assert ended.returncode == 75
     assert [call.split(" ", 2)[2] for call in calls[1:]] == ["requeue 7"]
+
+
+def test_of_an_array_only_the_element_goes_back_into_the_queue(submit):
+    # "scontrol requeue 7" would requeue all elements if 7 is the number of the array, too.
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    _, calls = submit(DURING_SRUN="exit 75", **array)
+    assert [call.split(" ", 2)[2] for call in calls[1:]] == ["requeue 7_3"]
+
+
+@pytest.mark.parametrize(("most", "count"), [("", "100"), ("2", "2"), ("0", "")])
+def test_a_job_is_not_requeued_for_ever(submit, most, count):
+    limits = {"MAX_REQUEUES": most, "SLURM_RESTART_COUNT": count}
+    ended, calls = submit(DURING_SRUN="exit 75", **limits)
+    assert (ended.returncode, len(calls)) == (75, 1)
+    assert f"requeued {count or 0} times already" in ended.stderr
+    limits["SLURM_RESTART_COUNT"] = str(int(count or 0) - 1) if count else "0"
+    if most != "0":
+        assert len(submit(DURING_SRUN="exit 75", **limits)[1]) == 2
+
+
+def test_the_script_outlives_sigterm_at_the_time_limit(submit):
+    ended, calls = submit(DURING_SRUN="kill -TERM $PPID; sleep 0.2; exit 75")
+    assert ended.returncode == 75
+    assert calls[1].split(" ", 2)[2] == "requeue 7"
 
 
 def test_a_failed_step_fails_the_job(submit):

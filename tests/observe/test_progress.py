@@ -163,6 +163,7 @@ def test_on_a_terminal_one_line_is_drawn_over_and_over(
     run(stream, clock)
     text = stream.getvalue()
     assert text.count("\n") == 1, "the cursor moves on once, at the end"
+    assert "\x1b[?25l" not in text, "a killed rank would leave the cursor hidden"
     assert text.count("\x1b[2K") >= 40
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.split("\x1b[2K")[-1])
     assert re.fullmatch(
@@ -199,6 +200,35 @@ def test_a_dumb_terminal_gets_plain_lines(
     run(stream, clock)
     assert "\x1b" not in stream.getvalue()
     assert len(stream.getvalue().splitlines()) == 7
+
+
+@pytest.mark.parametrize(
+    ("variables", "output", "draws"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "/home/me/log", False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "/dev/pts/3", True),
+        ({"MPISHARD_JOB_FOLDER": "/tmp/job"}, "/dev/pts/3", False),
+        ({"MPISHARD_JOB_FOLDER": "/tmp/job", "MPISHARD_COLUMNS": "80"}, "pipe:[7]", True),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "pipe:[7]", True),  # srun --pty
+    ],
+)
+def test_a_terminal_of_the_launcher_whose_output_is_redirected_is_none(
+    variables: dict[str, str],
+    output: str,
+    draws: bool,
+    clock: Clock,
+    terminal: Callable[..., Terminal],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "MPISHARD_JOB_FOLDER", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "readlink", lambda path: output)
+    stream = terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    run(stream, clock)
+    assert ("\x1b" in stream.getvalue()) == draws
 
 
 def test_live_can_be_asked_for_and_refused(clock: Clock, terminal: Callable[..., Terminal]) -> None:

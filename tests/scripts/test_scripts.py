@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHELL_FILES = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci/run"]
+SHELL_FILES = [
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    *sorted((ROOT / "tests/hosts").glob("*.sh")),
+    ROOT / ".ci/run",
+]
 
 
 @pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
@@ -16,7 +20,10 @@ def test_is_shell(path):
 
 @pytest.mark.parametrize(
     "name",
-    ["train.sh", "test.sh", "test_gpu.sh", "test_frameworks.sh", "benchmarks.sh", "torture.sh"],
+    [
+        *("train.sh", "test.sh", "test_gpu.sh", "test_frameworks.sh", "test_slurm.sh"),
+        *("benchmarks.sh", "torture.sh"),
+    ],
 )
 def test_help_needs_nothing(machine, name):
     ended = machine.run("bash", f"{machine.repository}/scripts/{name}", "--help")
@@ -103,6 +110,15 @@ def test_a_failing_layer_fails_the_whole_and_stops_no_other(suite, ends, failing
     assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 17
     assert "FAILED (exit code 1)" in ended.stdout
     assert "1 failed, 2 passed" in ended.stdout.splitlines()[-1]
+
+
+def test_without_root_slurm_is_not_tested_and_the_script_says_so(machine):
+    (machine.bin / "id").unlink()
+    machine.program(machine.bin / "id", "#!/bin/sh\necho 1000\n")
+    ended = machine.run("bash", f"{machine.repository}/scripts/test_slurm.sh")
+    assert ended.returncode == 0
+    assert "skipped: network namespaces need root" in ended.stderr
+    assert not machine.venv.exists()
 
 
 def test_a_layer_without_tests_fails(suite):

@@ -20,14 +20,15 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object instead of lines.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure nothing, and start no job of two ranks.")
+        bool, typer.Option("--quick", help="Measure nothing, and start no ranks.")
     ] = False,
 ) -> None:
     """Examine this environment, and name commands that fix it.
 
     Looks at Python, cores and memory, NumPy and its libraries, MPI and its launcher, shared
-    memory, GPUs and SLURM; measures matrix products; and starts two ranks that communicate. It
-    changes nothing. Each line is about something that you can change.
+    memory, GPUs and SLURM; measures matrix products; and starts two ranks that communicate. If
+    there is SLURM, it also starts two ranks on two nodes, if they are free. It changes nothing.
+    Each line is about something that you can change.
 
     --json prints {"schema": 2, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
@@ -60,4 +61,4 @@ def _findings(quick: bool) -> Iterator[Finding]:
     if not quick:
         yield from examined("job", examine_job(mpi))
     yield from examined("gpu", examine_gpus(mpi, quick))
-    yield from examined("slurm", examine_slurm(mpi))
+    yield from examined("slurm", examine_slurm(mpi, quick))

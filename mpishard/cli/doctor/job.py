@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from importlib.metadata import distributions
@@ -20,7 +21,7 @@ import numpy as np
 from mpishard.base import Array, load_cupy, settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import open_processes
-from mpishard.cli.doctor.mpi import why_it_failed
+from mpishard.cli.doctor.mpi import RANK_VARIABLES, why_it_failed
 from mpishard.cli.probe import answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIInstallation
 from mpishard.cli.wording import bytes_text, counted
@@ -30,9 +31,6 @@ _SIZES = (8, 2**20, 64 * 2**20)
 """Sizes of the arrays that are all-reduced, in bytes: each travels in another way."""
 
 _LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
-
-# A rank that waits for its peer in vain must give up before the doctor does.
-_VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
 
 
 def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
@@ -48,7 +46,7 @@ def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
         return
     # Directly with the launcher, because `mpishard run` would hide its faults, or mend them.
     command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor.job"])
-    answer = ask(command, _LIMIT_SECONDS["two ranks"], _VARIABLES)
+    answer = ask(command, _LIMIT_SECONDS["two ranks"], RANK_VARIABLES)
     found = answer.found
     if answer.code != 0 or found is None:
         cause = why_it_failed(answer, command)
@@ -57,7 +55,8 @@ def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
         text = f"two ranks {how}: {cause.text}"
         yield Finding("job.round_trip", text, answer.code, cause.fix, is_problem=True)
         return
-    text = f"two ranks of {mpi.library} start, compute right sums and end"
+    where = f" on {found['hosts']}" if mpi.launcher.is_slurm else ""
+    text = f"two ranks of {mpi.library}{where} start, compute right sums and end"
     yield Finding("job.round_trip", text, {key: found[key] for key in ("world_size", "nodes")})
     level, fix = found["level"], None
     text = f"MPI_THREAD_{level}"
@@ -225,6 +224,7 @@ def main() -> None:
     found = {
         "world_size": backend.world_size,
         "nodes": len(set(backend.nodes)),
+        "hosts": settings.slurm_step_nodes() or socket.gethostname(),
         "level": next(n for n in levels if getattr(mpi, f"THREAD_{n}") == mpi.Query_thread()),
         "is_shared": arena is not None,
     }

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder
 from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer, ask
-from mpishard.cli.run.launcher import MPIFamily, MPIInstallation, launcher_family
+from mpishard.cli.run.launcher import MPIFamily, MPIInstallation, MPILibrary, launcher_family
+from mpishard.cli.wording import counted
 from mpishard.communication import launcher_name
 
 
@@ -33,6 +35,8 @@ _HOST = socket.gethostname()
 _REINSTALL = pip_install("--force-reinstall", "mpi4py", "mpich")
 _ALLOW_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 
+_ALONE = "each rank found itself alone: srun needs a plugin that works with this MPI library"
+
 _KNOWN = (
     (r"attempt to run as root|--allow-run-as-root",
      Cause("Open MPI's launcher refuses to run as root", _ALLOW_ROOT)),
@@ -41,9 +45,13 @@ _KNOWN = (
     (r"Requested nodes are busy|step creation temporarily disabled|Unable to create step",
      Cause("SLURM has no cores left for another job step: this shell is a step that holds them",
            "export SLURM_OVERLAP=1")),
-    (r"world of one[\s\S]*srun --mpi",
-     Cause("each rank found itself alone: srun needs a plugin that works with this MPI library",
-           "export SLURM_MPI_TYPE=pmi2  # or pmix, for Open MPI; `srun --mpi=list` names them")),
+    (r"world of one[\s\S]*srun --mpi=pmix", Cause(_ALONE, "export SLURM_MPI_TYPE=pmix")),
+    (r"world of one[\s\S]*srun --mpi=pmi2",
+     Cause(_ALONE, "export SLURM_MPI_TYPE=pmi2  # `srun --mpi=list` names others")),
+    (r"Task launch for \S+ failed on node",
+     Cause("the nodes start no ranks with this plugin: pmix opens libpmix.so there, which Debian "
+           "has in a package of its own",
+           "sudo apt-get install libpmix-dev  # on every node; `journalctl -u slurmd` has more")),
     (r"sees a world of one",
      Cause("each rank found itself alone, because the launcher does not work with this MPI library",
            _REINSTALL)),
@@ -78,6 +86,10 @@ def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
 
 
 _LIMIT_SECONDS = 20
+_IMMEDIATE_SECONDS, _TRIAL_SECONDS = 10, 60
+_BUSY = r"Immediate execution impossible|Requested nodes are busy|Unable to allocate resources"
+RANK_VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
+"""Settings of two ranks: one that waits for its peer in vain gives up before the doctor does."""
 _UNUSABLE = "mpi4py cannot be used here: "
 _REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 _PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|lam)")
@@ -146,15 +158,24 @@ def _first_on_path(mpi: MPIInstallation, wanted: MPIFamily | None) -> Iterator[F
 # ------------------------------------------------------------------------------------------ SLURM
 
 
-def examine_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield whether srun is there inside an allocation, and has a plugin for the MPI library."""
+def examine_slurm(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
+    """Yield whether srun is there inside an allocation, and has a plugin for the MPI library.
+
+    Unless ``quick``, the plugin is tried on two nodes.
+    """
     job, srun = settings.slurm_job(), shutil.which("srun")
     if srun is None and job is not None:
         text = f"inside job {job}, and srun is not on PATH: mpishard run takes mpiexec"
         fix = "module load slurm  # or add the folder of srun to PATH"
         yield Finding("slurm.allocation", text, job, fix)
     if srun is not None and mpi.library is not None:
-        yield _plugin(srun, mpi.library.family)
+        answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
+        plugins = listed_plugins(answer.out + answer.err)
+        fitting = fitting_plugins(mpi.library, plugins)
+        taken = _taken_plugin()
+        yield _plugin(mpi.library, plugins, fitting, taken, answer)
+        if fitting and not quick:
+            yield _two_nodes(srun, taken if taken in fitting else fitting[0], mpi.library)
 
 
 def listed_plugins(text: str) -> list[str]:
@@ -164,31 +185,38 @@ def listed_plugins(text: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if _PLUGIN.fullmatch(word)))
 
 
-def fitting_plugins(family: MPIFamily | None, plugins: list[str]) -> list[str]:
+def fitting_plugins(library: MPILibrary, plugins: list[str]) -> list[str]:
     """Return the ``plugins`` that work with an MPI library, the likeliest first."""
     pmix = [plugin for plugin in plugins if plugin.startswith("pmix")]
-    # Open MPI 5 has PMIx alone; MPICH and its relatives understand PMI-2, too.
-    if family is MPIFamily.OPEN_MPI:
+    version = library.version.lower()
+    if library.family is MPIFamily.OPEN_MPI:  # version 5 has PMIx alone
         return pmix
-    return [plugin for plugin in ("cray_shasta", "pmi2") if plugin in plugins] + pmix
+    # SLURM lists cray_shasta on any machine. MPICH has PMIx only if it was built with it, which
+    # its version says.
+    usual = ["cray_shasta", "pmi2"] if "cray" in version else ["pmi2"]
+    has_pmix = library.family is not MPIFamily.MPICH or "pmix" in version
+    return [plugin for plugin in usual if plugin in plugins] + pmix * has_pmix
 
 
-def _plugin(srun: str, family: MPIFamily | None) -> Finding:
-    whom = family or "this MPI library"
-    answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
-    plugins = listed_plugins(answer.out + answer.err)
-    fitting = fitting_plugins(family, plugins)
-    # SLURM_MPI_TYPE comes first, then the default of the site.
+def _taken_plugin() -> str | None:
+    """Return the plugin that srun takes: that of SLURM_MPI_TYPE, or the default of the site."""
     taken, program = settings.slurm_plugin(), shutil.which("scontrol")
     if not taken and program:
         config = ask([program, "show", "config"], _LIMIT_SECONDS).out
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
-        taken = default and default[1]
+        taken = default[1] if default else None
+    return taken
+
+
+def _plugin(
+    library: MPILibrary, plugins: list[str], fitting: list[str], taken: str | None, answer: Answer
+) -> Finding:
+    whom = library.family or "this MPI library"
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
     text, fix = f"srun has {', '.join(plugins)}", None
     if not plugins:
         text = f"srun --mpi=list names no plugin: {shortened(answer.reason)}"
-        usual = "pmix" if family is MPIFamily.OPEN_MPI else "pmi2"
+        usual = "pmix" if library.family is MPIFamily.OPEN_MPI else "pmi2"
         fix = f"export SLURM_MPI_TYPE={usual}  # the usual one"
     elif not fitting:
         text += (
@@ -201,3 +229,27 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
         text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
         fix = f"export SLURM_MPI_TYPE={fitting[0]}"
     return Finding("slurm.plugin", text, value, fix, is_problem=bool(plugins) and not fitting)
+
+
+def _two_nodes(srun: str, plugin: str, library: MPILibrary) -> Finding:
+    """Start two ranks with ``plugin``, on two nodes unless the allocation has only one."""
+    nodes = min(2, settings.slurm_node_count() or 2)
+    where = counted(nodes, "node")
+    command = [srun, f"--mpi={plugin}", f"--nodes={nodes}", "--ntasks=2", "--time=1"]
+    # A rank that fails ends the other one. The step needs cores that this shell may hold.
+    command += ["--kill-on-bad-exit=1", "--overlap", f"--immediate={_IMMEDIATE_SECONDS}"]
+    command += [sys.executable, "-m", "mpishard.cli.doctor.job"]
+    answer = ask(command, _TRIAL_SECONDS, RANK_VARIABLES)
+    found = answer.found
+    if answer.code == 0 and found is not None:
+        text = f"two ranks of {library} on {found['hosts']} start with --mpi={plugin}, compute "
+        return Finding("slurm.two_nodes", f"{text}right sums and end", found["hosts"])
+    if re.search(_BUSY, answer.err):
+        text = f"--mpi={plugin} was not tried: {where} could not be had within "
+        fix = f"salloc --nodes={nodes} --ntasks=2 mpishard doctor  # waits until they are free"
+        return Finding("slurm.two_nodes", f"{text}{_IMMEDIATE_SECONDS} s", None, fix)
+    cause = why_it_failed(answer, command)
+    failed = re.search(r"on node (\S+?):", answer.err)
+    where += f" ({failed[1]} among them)" if failed else ""
+    text = f"two ranks on {where} do not communicate with --mpi={plugin}: {cause.text}"
+    return Finding("slurm.two_nodes", text, answer.code, cause.fix, is_problem=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -32,6 +33,7 @@ from mpishard.communication.failure.abort import (
     flush_output,
     print_to_stderr,
 )
+from mpishard.communication.failure.links import LEFT, NodeLinks, Offer
 from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
@@ -40,9 +42,19 @@ from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
+_logger = logging.getLogger("mpishard")
+
 _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
+_CLOSING_SECONDS = 0.2  # for the system to close all connections of a process that was killed
 _FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
+
+# In the messages of MPI libraries; a rank that gets one of them has not failed itself.
+_LOST_CONNECTION = re.compile(
+    r"socket closed|connection (closed|reset|refused|failure)|communication error with rank|"
+    r"poll failed|unreachable|proc(ess)? ?_?failed",
+    re.IGNORECASE,
+)
 
 IN_INIT = "in init() for the other ranks to call it"
 
@@ -97,7 +109,8 @@ class MPIJob:
         on_failure = "shrink" if survives else "abort"
         mine = {**settings.alike(), "on_failure": on_failure, "backend": self._kind}
         # One exchange for the node of each rank and for the settings that must be alike.
-        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
+        offer = self._offer_link()
+        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine, offer))
         _require_alike([row[2] for row in rows])
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
@@ -112,6 +125,10 @@ class MPIJob:
         """Time, of `time.monotonic`, until which waits assume other programs on this core."""
         self.statuses.share(comm.allgather, ranks)
         node.Free()
+        if settings.job_folder() is None:
+            _unlink_mpich_files()
+        if rows[0][3] is not None:
+            self._link_nodes({row[0] for row in rows}, rows[0][3])
         if survives and self.world_size > 1:
             self.ulfm = ulfm = Ulfm(mpi, comm)
             self.ending.leaves_alone = True
@@ -119,6 +136,37 @@ class MPIJob:
             self.ending.overlooked = lambda dead: ulfm.overlooks(
                 dead, is_waiting=bool(watchdog.waits)
             )
+
+    def _offer_link(self) -> Offer | None:
+        """Let rank 0 listen for other nodes, unless agents of `mpishard run` watch over them."""
+        if self.rank or self.world_size == 1 or self._survives or settings.job_folder() is not None:
+            return None
+        self.ending.links = NodeLinks()
+        try:
+            return self.ending.links.offer()
+        except OSError:  # no sockets here: then time limits must do
+            self.ending.links = None
+            return None
+
+    def _link_nodes(self, first_ranks: Collection[int], offer: Offer) -> None:
+        """Connect the first rank of each node with rank 0."""
+        links = self.ending.links
+        if len(first_ranks) == 1:
+            if links is not None:
+                links.end(LEFT)
+            self.ending.links = None
+        elif self.rank and self.rank in first_ranks:
+            links = NodeLinks()
+            if links.connect(self.rank, offer):
+                self.ending.links = links
+            else:
+                _logger.warning(
+                    "rank %d cannot connect to rank 0 (%s, port %d): if one of them is killed, the "
+                    "other ends after MPISHARD_TIMEOUT",
+                    self.rank,
+                    ", ".join(offer[0]),
+                    offer[1],
+                )
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -260,6 +308,11 @@ class MPIJob:
             for record in self.ending.records():
                 if not (record.is_alive or record.has_left):
                     self.ending.report_dead_rank(record.rank, f"while it waited {where}")
+            if isinstance(error, self.mpi.Exception) and _LOST_CONNECTION.search(str(error)):
+                time.sleep(_CLOSING_SECONDS)
+                if (dead := self.ending.dead_rank()) is not None:
+                    self.ending.report_dead_rank(dead, f"while it waited {where}")
+                self.ending.report_lost_connection(str(error), f"while it waited {where}")
             return error
         explained = self.ulfm.explain(error, where)
         if isinstance(explained, PeerError):
@@ -285,6 +338,8 @@ class MPIJob:
         self._groups.clear()
         self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)
+        if self.ending.links is not None:
+            self.ending.links.end(LEFT)
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """Return a context in which this rank waits at ``where`` for others, with a time limit."""
@@ -343,6 +398,18 @@ _FILES = re.compile(
     r"ucp|psm|Intel_MPI|impi|mvapich|cray|xpmem)\S*)$",
     re.MULTILINE,
 )
+
+
+def _unlink_mpich_files() -> None:
+    """Remove the names of MPICH's files in ``/dev/shm``, which `mpishard run` otherwise does.
+
+    All ranks of the node have mapped them by now, and a job that is killed would leave them. Ranks
+    of Open MPI map theirs when they first communicate.
+    """
+    for path in library_files():
+        if Path(path).name.startswith("mpich_"):
+            with suppress(OSError):  # another rank of the node was faster
+                Path(path).unlink()
 
 
 def library_files() -> list[str]:

@@ -20,6 +20,7 @@ from mpishard.base import MPIUnavailableError, settings
 from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
+from mpishard.communication.mpi.slurm_pmi import limit_values
 
 if TYPE_CHECKING:
     from mpi4py import Rc
@@ -183,6 +184,7 @@ def _initialize(mpi: ModuleType, rc: Rc) -> None:
     except (OSError, AttributeError):  # the library cannot be opened, or hides the function
         mpi.Init_thread(level)
         return
+    limit_values(mpi.Get_library_version())
     code = start(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
     if code:
         raise RuntimeError(f"MPI_Init_thread() failed [error code: {code}]")
@@ -222,7 +224,7 @@ def check_machine(library: str) -> None:
     if is_mpich and launcher is not None and "pmix" not in library.lower():
         raise MPIUnavailableError(
             f"{launcher} started this process, and mpi4py loads {_family(library)}, which cannot "
-            f"join a job of it. Fix: start with {_fitting_launcher('`srun --mpi=pmi2`')}"
+            f"join a job of it. Fix: start with {_fitting_launcher(library)}"
         )
     if short := _short_descriptors(ranks) or (_short_memory(ranks) if is_mpich else ""):
         raise MPIUnavailableError(f"MPI cannot start on this machine: {short}")
@@ -317,8 +319,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     raise MPIUnavailableError(
         f"the launcher started {launched} processes ({variable} is set: {launcher_name()}), but "
         f"the MPI library that mpi4py loads is another one ({_family(library)}) and sees a world "
-        "of one. Each process would train alone. Fix: start with "
-        + _fitting_launcher("`srun --mpi=pmi2` (`srun --mpi=list` names others)")
+        f"of one. Each process would train alone. Fix: start with {_fitting_launcher(library)}"
     )
 
 
@@ -327,10 +328,15 @@ def _family(library: str) -> str:
     return " ".join(library.partition("\n")[0].split())
 
 
-def _fitting_launcher(srun: str) -> str:
-    # srun needs a plugin that fits the MPI library, and often uses none by default.
-    return f"{srun}, or " * settings.is_slurm_step() + (
-        "`mpishard run`, which takes the mpiexec that belongs to the library, or with that mpiexec "
-        "by its full path (it lies beside python if MPI was installed as a wheel); or install "
-        "an mpi4py that is built for the launcher's MPI"
+def _fitting_launcher(library: str) -> str:
+    """Return the launchers that start ranks of ``library``, for an error message."""
+    ours = "`mpishard run`, which takes the mpiexec that belongs to the library, or with "
+    if settings.is_slurm_step():  # mpishard run takes srun as well
+        fitting = "pmix" if library.startswith("Open MPI") else "pmi2"
+        taken = settings.slurm_plugin() or "none"
+        ours = f"`srun --mpi={fitting}` (it took {taken}; `srun --mpi=list` names others), or with "
+        ours *= taken != fitting
+    return (
+        f"{ours}that library's mpiexec by its full path (it lies beside python if MPI was "
+        "installed as a wheel); or install an mpi4py that is built for the launcher's MPI"
     )
