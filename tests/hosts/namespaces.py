@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from spawned_jobs import ROOT, outside_launchers
 
@@ -64,7 +65,7 @@ class Hosts:
         self.count = count
         self._settings = settings
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         base = Path(tempfile.gettempdir()) / f"mpishard-hosts-{os.geteuid()}"
         base.mkdir(mode=0o700, exist_ok=True)
         # One run at a time: a folder whose lock is not yet held would look like one left behind.
