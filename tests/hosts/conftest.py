@@ -12,11 +12,14 @@ from namespaces import Hosts, why_none
 
 @pytest.fixture(scope="session")
 def two_hosts():
-    """Two hosts for all tests of this process; removed when it ends, or by the next run."""
+    """Two hosts for all tests of this process; removed when it ends, or by the next run.
+
+    Each has a docker0 with one and the same address, as a machine with Docker.
+    """
     reason = why_none()
     if reason:
         pytest.skip(reason)
-    with Hosts(2) as hosts:
+    with Hosts(2, DECOY="1") as hosts:
         yield hosts
 
 
