@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from pathlib import Path
@@ -124,6 +125,21 @@ def address_of(host: str) -> IPv4Address | None:
     except (OSError, UnicodeError):
         return None
     return IPv4Address(found[0][4][0])
+
+
+def is_this_machine(name: str) -> bool:
+    """Return whether the name has an address of this machine."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            name, 0, type=socket.SOCK_DGRAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as end:
+                # A socket can be bound to an address of this machine only.
+                end.bind(address)
+                return True
+    return False
 
 
 def _source_towards(address: IPv4Address) -> IPv4Address | None:
