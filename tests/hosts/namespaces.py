@@ -6,10 +6,10 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -147,13 +147,26 @@ class Hosts:
                     found[int(pid)] = line.strip()
         return found
 
-    def signal(self, host: int, pattern: str, number: int = signal.SIGKILL) -> list[int]:
-        """Send a signal to the processes whose command lines match; return their numbers."""
-        found = [pid for pid, line in self.processes(host).items() if re.search(pattern, line)]
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def ranks(self, host: int) -> dict[int, int]:
+        """Return the process of each rank that runs on a host, as this machine numbers it."""
+        found = {}
+        for pid, line in self.processes(host).items():
+            # `mpishard run` starts ranks so; the command line of their agents is longer.
+            if re.match(r"\S*python\S* -u ", line):
+                with suppress(OSError):
+                    variables = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                    rank = re.search(r"(?:^|\0)(?:PMI|OMPI_COMM_WORLD)_RANK=(\d+)", variables)
+                    found[int(rank[1])] = pid
         return found
+
+    def left(self, host: int, seconds: float) -> list[str]:
+        """Return the processes and files of a host, for which it may need up to ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [*self.processes(host).values(), *self.files(host)]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
 
     def sent(self) -> int:
         """Return the number of bytes that all hosts have sent, with all headers."""

@@ -100,7 +100,7 @@ class _Remote:
         # As launchers do, because ssh passes no variable on.
         known = settings.environment()
         variables = [f"{variable}={known[variable]}" for variable in settings.forwarded_variables()]
-        words = ["env", *variables, sys.executable, "-m", "mpishard.cli.doctor.remote"]
+        words = ["/usr/bin/env", *variables, sys.executable, "-m", "mpishard.cli.doctor.remote"]
         # A shell on the host reads the command again.
         self._command = words if name == own else [*shell, name, shlex.join(words)]
         self._lines: queue.Queue[tuple[float, str]] = queue.Queue()
@@ -116,7 +116,8 @@ class _Remote:
             errors="replace",
             start_new_session=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,6 +129,9 @@ class _Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join(_END_SECONDS)  # a child of ssh may hold its output open
+        if self._process.stdout is not None and not self._reader.is_alive():
+            self._process.stdout.close()
         self._errors.close()
 
     def _read(self) -> None:
