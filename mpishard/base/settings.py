@@ -236,6 +236,7 @@ def check() -> None:
     mpi_timeout()
     mpi_warning()
     exit_timeout()
+    host_timeout()
     numba_is_allowed()
     cuda_aware()
     trace_folder()
@@ -274,6 +275,14 @@ def exit_timeout() -> float:
     means no limit. After `mpi_warning` a rank that has finished names the ranks for which it waits.
     """
     return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
+
+
+def host_timeout() -> float:
+    """MPISHARD_HOST_TIMEOUT: seconds without a sign of life after which a host is lost."""
+    seconds = _seconds("MPISHARD_HOST_TIMEOUT", 30.0)
+    if not seconds:
+        raise ValueError("MPISHARD_HOST_TIMEOUT must be more than 0 seconds; got 0")
+    return seconds
 
 
 def _seconds(name: str, default: float) -> float:
@@ -385,6 +394,11 @@ def job_folder() -> Path | None:
     """
     text = os.environ.get("MPISHARD_JOB_FOLDER", "")
     return Path(text) if text else None
+
+
+def has_other_hosts() -> bool:
+    """MPISHARD_RUN: whether `mpishard run` started this process for a job on several hosts."""
+    return "MPISHARD_RUN" in os.environ
 
 
 def restart_count() -> int:

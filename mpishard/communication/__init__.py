@@ -36,6 +36,7 @@ from mpishard.communication.contract.status import (
     pages_beside,
     records_at,
     records_in,
+    shared_page,
     skip_frames_of,
 )
 from mpishard.communication.contract.subject import unit_subject

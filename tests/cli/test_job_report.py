@@ -184,7 +184,7 @@ def test_hydra_breaks_if_a_rank_is_killed_in_init():
     assert result.code == 137
     assert re.match(r"rank 2 \(process 4002 on .*\) was killed by signal 9", result.lines[0])
     # After init it may be an MPI_Abort(-1), for which Hydra ends all ranks.
-    assert job(255, (2, KILLED), (1, KILLED), (0, KILLED)).judge() == JobResult(255)
+    assert job(255, (2, KILLED), (1, KILLED), (0, KILLED)).judge() == JobResult(1)
 
 
 def test_a_rank_that_fails_before_any_calls_init_is_named():
@@ -205,9 +205,9 @@ def test_machines_that_cannot_be_reached():
         "`ssh b true`?"
     )
     assert job(3, records={}, hosts=hosts, is_local=False).judge() == JobResult(3)
-    assert job(255, records={}).judge() == JobResult(255)
+    assert job(255, records={}).judge() == JobResult(1)  # a code that no user knows
     states = dict.fromkeys(range(3), (RankState.LEFT,))
-    assert job(255, states=states, hosts=hosts, is_local=False).judge() == JobResult(255)
+    assert job(255, states=states, hosts=hosts, is_local=False).judge() == JobResult(1)
 
 
 def test_ranks_that_never_came_to_init_are_named():
@@ -230,7 +230,7 @@ def test_a_launcher_that_fails_by_itself_is_named():
     """As if the disk is full, and the launcher cannot write the output of the ranks."""
     line = "no rank failed, and mpiexec ended with code 255: its messages say why"
     assert job(255, (0, ENDED)).judge().lines != (line,)  # that rank left the others alone
-    assert job(255).judge() == JobResult(255, (line,))
+    assert job(255).judge() == JobResult(1, (line,))
 
 
 def test_on_several_machines_a_signal_may_be_the_launchers():
@@ -239,6 +239,15 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
     assert "signal 11" in line
     result = job(0, is_local=False).judge()
     assert (result.code, result.lines) == (1, ("ranks 0-2 ended without leaving",))
+
+
+@pytest.mark.parametrize("launcher_code", [14, 1, 255])
+@pytest.mark.parametrize("ends", [[(1, KILLED), (0, 14)], [(0, 14), (1, KILLED)]])
+def test_a_rank_that_lost_its_connection_to_a_killed_one_is_not_blamed(launcher_code, ends):
+    known = {"is_hydra": False, "launcher_may_break": True}
+    result = job(launcher_code if launcher_code != 1 else 137, *ends, **known).judge()
+    assert result.code == 137
+    assert result.lines[0].startswith("rank 1 ")
 
 
 def test_a_world_of_one_may_end_without_leaving():

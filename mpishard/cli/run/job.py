@@ -18,6 +18,7 @@ from mpishard.base import MPIUnavailableError, better_kernel, loaded_kernel, set
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
 from mpishard.cli.run.hostfile import expanded_hosts
+from mpishard.cli.run.hosts import VARIABLE as OTHER_HOSTS
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_library, parse_hosts
 from mpishard.cli.run.logs import (
@@ -40,7 +41,7 @@ from mpishard.cli.wording import counted, refuse, refusing, say
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _RANKS_PER_CORE = 8  # more are rather a typing error than a test
-_OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART", "MPISHARD_MAX_RESTARTS")
+_OF_ONE_START = ("MPISHARD_JOB_FOLDER", OTHER_HOSTS, "MPISHARD_RESTART", "MPISHARD_MAX_RESTARTS")
 
 
 def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]:

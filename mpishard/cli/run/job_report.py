@@ -19,7 +19,8 @@ _HINTS = {
 }
 # Launchers end the other ranks with these signals: they do not show which rank failed first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
-_BROKEN = 255
+_BROKEN = (14, 255)
+"""Codes of launchers, and of Open MPI's ranks, that have lost a connection. No user knows them."""
 _MOST_SHOWN = 4
 _SAME_SECONDS = 0.003
 """The order of two ends that are closer together is not certain."""
@@ -78,7 +79,7 @@ class JobEnd:
         Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
         several signals at once, and 0 for ``os._exit(0)``.
     launcher_may_break : bool
-        Whether Hydra runs on several machines, where it ends with 255 if a rank is killed.
+        Whether the launcher runs on several hosts: it may lose a connection if a rank is killed.
     stopped_for : RankProcess, optional
         The rank that failed, after which `mpishard run` ended the others.
     orphaned : sequence of RankProcess
@@ -89,6 +90,8 @@ class JobEnd:
         The machines that the user named, and that the launcher reaches by ssh.
     survives : bool
         Whether ranks may outlive each other.
+    lost : str
+        A sentence on the hosts that were gone when the launcher ended; "" if none was.
     """
 
     world_size: int
@@ -103,8 +106,18 @@ class JobEnd:
     program: str = "mpiexec"
     hosts: Sequence[str] = ()
     survives: bool = False
+    lost: str = ""
 
     def judge(self) -> JobResult:
+        """Return the exit code of the job, and the lines to print."""
+        result = self._judge()
+        # On several hosts a rank that has not left may have the code from its MPI library.
+        alone = not self.launcher_may_break
+        own = [p.exit_code for p in self.ended if alone or self._has_left(p.rank)]
+        is_broken = result.code in _BROKEN and result.code not in own
+        return JobResult(settings.EXIT_FAILURE, result.lines) if is_broken else result
+
+    def _judge(self) -> JobResult:
         """Return the exit code of the job, and the lines to print.
 
         The first of these rules that applies decides:
@@ -161,15 +174,17 @@ class JobEnd:
     def _by_codes(self) -> JobResult:
         """Judge by exit codes alone: no rank is known to have reported or to have been killed."""
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
+        if own is None and self.lost and self.launcher_code:
+            return JobResult(settings.EXIT_FAILURE, (self.lost,))
         if own is None and self.is_local and self.launcher_code:
             if self._agrees(signal.SIGKILL):
                 line = (
                     "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
                 )
                 return JobResult(settings.EXIT_KILLED, (line,))
-            if self.launcher_code == _BROKEN:
-                line = f"no rank failed, and {self.program} ended with code {_BROKEN}"
-                return JobResult(_BROKEN, (f"{line}: its messages say why",))
+            if self.launcher_code in _BROKEN:
+                line = f"no rank failed, and {self.program} ended with code {self.launcher_code}"
+                return JobResult(self.launcher_code, (f"{line}: its messages say why",))
         # The launcher's code may combine the codes of several ranks.
         code = own if own is not None and own > 0 else self.launcher_code
         return JobResult(code, self._missing())
@@ -242,15 +257,15 @@ class JobEnd:
 
     def _before_all(self) -> JobResult:
         """Judge a job in which no rank has called ``init``, such as a script without mpishard."""
-        if self.hosts and not self.ended and self.launcher_code == _BROKEN:
+        if self.hosts and not self.ended and self.launcher_code in _BROKEN:
             tries = ", ".join(f"`ssh {host} true`" for host in self.hosts)
             line = (
-                f"no rank was started (exit code {_BROKEN} of {self.program}): can "
+                f"no rank was started (exit code {self.launcher_code} of {self.program}): can "
                 f"{', '.join(self.hosts)} be reached by {tries}?"
             )
-            return JobResult(_BROKEN, (line,))
+            return JobResult(self.launcher_code, (line,))
         first = self._first()
-        if first is None and self.launcher_code != _BROKEN:
+        if first is None and self.launcher_code not in _BROKEN:
             return self._by_codes()
         if first is None or not self.launcher_code or not first.exit_code:
             return JobResult(self.launcher_code)
@@ -271,6 +286,8 @@ class JobEnd:
         failed = [process for process in self.ended if self.fails(process)]
         if not failed:
             return None
+        if self.launcher_may_break:  # those that have lost a connection are not the first
+            failed.sort(key=lambda process: process.exit_code in _BROKEN)
         # MPI_Abort ends the other ranks by a signal, perhaps before the rank that called it.
         first, code = failed[0], failed[0].exit_code
         if code is None or code >= 0:
@@ -279,7 +296,7 @@ class JobEnd:
             # Hydra ends with 255 if a rank is killed while Hydra answers it, as in init.
             log = self.logs.get(first.rank)
             is_in_init = log is not None and log.state is RankState.STARTED
-            if self.is_hydra and self.launcher_code == _BROKEN and is_in_init:
+            if self.is_hydra and self.launcher_code in _BROKEN and is_in_init:
                 return first
             return next((p for p in failed if p.exit_code == self.launcher_code), None)
         return first if self.is_local or -code not in _OF_LAUNCHERS else None
@@ -290,7 +307,7 @@ class JobEnd:
         # Hydra combines the signal (bitwise or) with the SIGKILL of the ranks that it then ended.
         if self.is_hydra and code in (number, number | signal.SIGKILL):
             return True
-        return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
+        return code in (0, 128 + number) or (self.launcher_may_break and code in _BROKEN)
 
     def _blame(self, process: RankProcess) -> JobResult:
         code = process.exit_code or 0

@@ -53,6 +53,7 @@ _FORWARDED = (
 def main() -> None:
     """Start the rank, and end as it ends."""
     variable, logs, *program = sys.argv[1:]
+    _join_host()
     rank = os.environ.get(variable, "0")
     if logs:
         _keep_log(logs, rank)
@@ -60,6 +61,44 @@ def main() -> None:
         # Without these calls the rank replaces this process, and nobody notes its end.
         os.execvp(program[0], program)  # noqa: S606
     _Agent(rank, program).run()
+
+
+def machine() -> str:
+    """Return a text that is the same for all processes that see each other's process ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123
+        boot = file.read().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
+
+
+def _join_host() -> None:
+    """On another host than that of `mpishard run`: use a folder of this host, and its agent."""
+    words = os.environ.get("MPISHARD_RUN", "").split("/")
+    if len(words) < 5 or words[4] == machine():
+        return
+    parent = os.environ.get("TMPDIR", "")
+    parent = parent if os.path.isdir(parent) else "/tmp"  # noqa: S108, PTH112
+    # With the machine, because the folder may be shared between hosts.
+    mine = f"{machine().partition('-')[0]}{machine().rpartition(':')[2]}"
+    folder = os.path.join(parent, f"{words[0]}-{mine}")  # noqa: PTH118
+    os.environ["MPISHARD_JOB_FOLDER"] = folder
+    try:
+        os.mkdir(folder, 0o700)  # noqa: PTH102
+    except FileExistsError:
+        return  # another rank's agent of this host was first
+    except OSError as error:
+        _fail(f"{os.uname().nodename}: {error}")
+    # Twice, so that the rank is the only child of this process.
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 0)
+            os.dup2(null, 1)
+            _close_all_but({0, 1, 2})
+            script = os.path.join(os.path.dirname(__file__), "host_agent.py")  # noqa: PTH118, PTH120
+            os.execv(sys.executable, [sys.executable, "-I", "-S", script, folder])  # noqa: S606
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 class _Agent:

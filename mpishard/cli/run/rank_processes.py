@@ -1,7 +1,8 @@
-"""The processes of this machine's ranks, and their ends.
+"""The processes of a job's ranks, and their ends.
 
 The agent of a rank (`mpishard.cli.run.rank_agent`) appends a line to a file in the job's folder
-when it has started the rank, and another one when the rank has ended. This module reads them.
+when it has started the rank, and another one when the rank has ended. This module reads them, and
+receives those of other hosts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from mpishard.cli.run.hosts import HostConnection, Hosts
 
 _END_SECONDS = 2.0
 _GLANCE_SECONDS = 0.02
@@ -37,7 +40,11 @@ class RankProcess:
     ended_at : float
         Time of the end, by `time.monotonic`.
     orphaned_by : int
-        Process id of the launcher on this machine, if the rank was killed because it is gone.
+        Process id of the launcher on its host, if the rank was killed because it is gone.
+    host : HostConnection, optional
+        The connection to its host; None for this one.
+    is_gone : bool
+        Whether neither it nor its agent runs any more on another host.
     """
 
     rank: int
@@ -46,6 +53,8 @@ class RankProcess:
     exit_code: int | None = None
     ended_at: float = 0.0
     orphaned_by: int = 0
+    host: HostConnection | None = None
+    is_gone: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -54,15 +63,22 @@ class RankProcess:
 
     def send(self, number: signal.Signals) -> None:
         """Send the process a signal, if it still runs."""
+        if self.host is not None:
+            self.host.send(signal=[self.pid, int(number)])
+            return
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def is_running(self) -> bool:
         """True if it runs, or its agent, which may be about to note the end."""
+        if self.host is not None:
+            return not (self.is_gone or self.host.is_closed)
         return _is_running(self.pid) or _is_running(self.agent)
 
     def catches(self, number: signal.Signals) -> bool:
-        """True if the process has a handler for the signal."""
+        """True if the process has a handler for the signal, which another host's agent checks."""
+        if self.host is not None:
+            return True
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         except OSError:
@@ -73,19 +89,20 @@ class RankProcess:
 
 
 class RankProcesses:
-    """The ranks of one job on this machine.
+    """The ranks of one job.
 
     Parameters
     ----------
     folder : Path
         The job's folder.
     world_size : int
-        Number of ranks, on all machines.
+        Number of ranks, on all hosts.
+    hosts : Hosts, optional
+        The other hosts of the job; None if all ranks run on this one.
     """
 
-    def __init__(self, folder: Path, world_size: int) -> None:
-        # On a shared file system other machines have files there, too, with process ids and clocks
-        # of their own.
+    def __init__(self, folder: Path, world_size: int, hosts: Hosts | None = None) -> None:
+        self._hosts = hosts
         self._file = folder / f"agents-{socket.gethostname()}"
         self._world_size = world_size
         self._read = 0
@@ -98,7 +115,7 @@ class RankProcesses:
 
     @property
     def all_seen(self) -> bool:
-        """True if every rank of the job runs on this machine, or has run there."""
+        """True if every rank of the job has been started."""
         return len(self.ranks) == self._world_size
 
     @property
@@ -108,11 +125,38 @@ class RankProcesses:
 
     @property
     def orphaned(self) -> list[RankProcess]:
-        """The ranks that were killed because the launcher's process on this machine is gone."""
+        """The ranks that were killed because the launcher's process on their host is gone."""
         return [process for process in self.ranks.values() if process.orphaned_by]
 
     def look(self) -> list[RankProcess]:
-        """Read the new lines of the agents; return the ranks that have been started since."""
+        """Read the new notes of the agents; return the ranks that have been started since."""
+        notes = [(None, words) for words in self._new_lines()]
+        started = []
+        for host, (number, word, *values) in [
+            *notes,
+            *(self._hosts.receive() if self._hosts else ()),
+        ]:
+            rank = int(number)
+            if word == "started":
+                process = RankProcess(rank, int(values[1]), int(values[0]), host=host)
+                self.ranks[rank] = process
+                started.append(process)
+                continue
+            if word == "failed":
+                self.failed.append(rank)
+                continue
+            process = self.ranks[rank]
+            process.is_gone = True
+            if word == "orphaned":
+                process.orphaned_by = int(values[0])
+            elif word == "ended":
+                process.exit_code, process.ended_at = int(values[0]), float(values[1])
+                self.ended.append(process)
+                # Two agents may write in another order than that in which their ranks ended.
+                self.ended.sort(key=lambda other: other.ended_at)
+        return started
+
+    def _new_lines(self) -> list[list[str]]:
         try:
             with self._file.open("rb") as file:
                 file.seek(self._read)
@@ -120,29 +164,9 @@ class RankProcesses:
         # No agent has started yet.
         except FileNotFoundError:
             return []
-        started = []
-        for line in lines:
-            if not line.endswith(b"\n"):  # the agent is writing it
-                break
-            self._read += len(line)
-            rank, word, *values = line.decode().split()
-            if word == "started":
-                process = RankProcess(int(rank), int(values[1]), int(values[0]))
-                self.ranks[process.rank] = process
-                started.append(process)
-                continue
-            if word == "failed":
-                self.failed.append(int(rank))
-                continue
-            process = self.ranks[int(rank)]
-            if word == "orphaned":
-                process.orphaned_by = int(values[0])
-            else:
-                process.exit_code, process.ended_at = int(values[0]), float(values[1])
-                self.ended.append(process)
-                # Two agents may write in another order than that in which their ranks ended.
-                self.ended.sort(key=lambda other: other.ended_at)
-        return started
+        whole = [line for line in lines if line.endswith(b"\n")]  # an agent is writing the last one
+        self._read += sum(map(len, whole))
+        return [line.decode().split() for line in whole]
 
     def wait_for_all(self) -> None:
         """Wait until every rank has ended, as ranks do after their launcher."""

@@ -19,13 +19,19 @@ from pathlib import Path
 from types import FrameType
 
 from mpishard.base import settings
+from mpishard.cli.run.hosts import VARIABLE as OTHER_HOSTS
+from mpishard.cli.run.hosts import Hosts
 from mpishard.cli.run.job_report import JobEnd, JobResult, Outcome, interrupted
 from mpishard.cli.run.launcher import Launcher
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs
 from mpishard.cli.run.notice import notice
 from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_watched
 from mpishard.cli.run.resizing import Resizing
-from mpishard.cli.run.shared_memory import remove_shared_memory
+from mpishard.cli.run.shared_memory import (
+    hold_folder,
+    remove_files_of_dead_jobs,
+    remove_shared_memory,
+)
 from mpishard.cli.wording import counted, say
 from mpishard.communication import PAGE_BYTES, UNPRINTED, RankState, records_in, who
 
@@ -113,6 +119,7 @@ class Supervisor:
     _folder: Path = field(init=False)
     """Where the ranks keep their call logs."""
     _processes: RankProcesses = field(init=False)
+    _hosts: Hosts | None = None
     _job: subprocess.Popen[bytes] | None = None
     _stopped_for: RankProcess | None = None
     _has_ended_launcher: bool = False
@@ -134,15 +141,24 @@ class Supervisor:
         """
         temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
         self._folder = self._folder_for_calls(temporary)
-        self._processes = RankProcesses(self._folder, self.world_size)
+        if self.host_count:
+            timeout = settings.host_timeout()
+            self._hosts = Hosts(temporary.name, self._folder, self.hosts, timeout)
+        self._processes = RankProcesses(self._folder, self.world_size, self._hosts)
         # Open MPI's launcher puts its files here, and leaves them behind if it is killed. The path
         # is short, because the paths of sockets may have 107 characters at most.
         variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
         variables["MPISHARD_JOB_FOLDER"] = str(self._folder)
+        if self._hosts is not None:
+            variables[OTHER_HOSTS] = self._hosts.variable
         folders = (self._folder, temporary)
+        remove_files_of_dead_jobs()
+        hold_folder(temporary)
+        began = time.time()
         try:
             return self._run(variables, folders)
         finally:
+            remove_files_of_dead_jobs(began)
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -199,6 +215,11 @@ class Supervisor:
         processes.wait_for_all()
         for process in processes.running:  # they would write to the files of the next start
             process.send(signal.SIGKILL)
+        lost = ""
+        if self._hosts is not None:
+            lost = self._hosts.lost()
+            self._hosts.end()
+            processes.look()
         # The code of a launcher that this process has killed says nothing about the job.
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
@@ -209,9 +230,9 @@ class Supervisor:
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
             why = f"{self.launcher.program} ended with code {code}; read its messages first"
             self._not_started(0, why)
-        return self._judge(128 - code if code < 0 else code, seconds)
+        return self._judge(128 - code if code < 0 else code, seconds, lost)
 
-    def _judge(self, launcher_code: int, seconds: float) -> Outcome:
+    def _judge(self, launcher_code: int, seconds: float, lost: str = "") -> Outcome:
         processes, records = self._processes, records_in(self._folder)
         # Reports of ranks that had closed their stderr.
         with suppress(OSError):  # no rank has left any
@@ -227,12 +248,13 @@ class Supervisor:
             processes.ended,
             is_local=not self.host_count or processes.all_seen,
             is_hydra=self.launcher.is_hydra,
-            launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
+            launcher_may_break=self.host_count > 1 or self.launcher.is_slurm,
             stopped_for=self._stopped_for,
             orphaned=processes.orphaned,
             program=self.launcher.program.name,
             hosts=() if self.launcher.is_slurm else self.hosts,
             survives=self.survives,
+            lost=lost,
         )
         result = end.judge()
         if self._reason:
@@ -281,6 +303,7 @@ class Supervisor:
                     # A rank that is not in a world yet would report SIGTERM as a failure.
                     if log is None or log.state is RankState.STARTED:
                         process.send(signal.SIGKILL)
+            self._end_without_lost_hosts()
             if not processes.all_seen or any(rank.is_running() for rank in processes.running):
                 ended_at = 0.0
             elif not ended_at:
@@ -297,6 +320,13 @@ class Supervisor:
             has_started = now - started > _START_SECONDS
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
         os.close(launcher)
+
+    def _end_without_lost_hosts(self) -> None:
+        """End the job if a host is lost, for which the others and the launcher may wait."""
+        lost = "" if self._hosts is None or self._is_ending else self._hosts.lost()
+        if lost:
+            self._reason = lost
+            self._end(signal.SIGTERM)
 
     def _look_for_ranks(self, waited: float) -> None:
         """End the job if no further rank of this machine has started for ``waited`` seconds.
@@ -395,7 +425,9 @@ class Supervisor:
         """Wait until the job ends, a request for another number of ranks comes, or time is up."""
         resizing = self.resizing
         watched: list[int | socket.socket] = [launcher, *resizing.sockets]
-        is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
+        from_hosts = [] if self._hosts is None else self._hosts.sockets
+        readable = select.select([*watched, *from_hosts], [], [], seconds)[0]
+        is_asked = set(readable) & set(resizing.sockets)
         is_ending = self._is_ending or notice.is_given or bool(self.received)
         if is_asked:
             are_to_save = resizing.take(self._logs(), is_ending=is_ending)

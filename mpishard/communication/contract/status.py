@@ -42,7 +42,7 @@ _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first 4096 bytes, as offsets; text is UTF-8, padded with zero bytes.
 # Magic, format, rank, world size, launched rank, world number, process, its start, host.
 _IDENTITY = struct.Struct("=8sqqqqqqq64s")
-_COUNT, _CODE, _STATE, _WAIT_AT = 128, 136, 144, 160
+_COUNT, _CODE, _STATE, _SEEN_AT, _WAIT_AT = 128, 136, 144, 152, 160
 # Time, number of the collective or -1 for a message: its peer, tag, is sent, group. 0: no wait.
 _WAIT = struct.Struct(f"=dqqqq{GROUP_BYTES}s")
 _WAITS = _WAIT_AT + 8
@@ -60,6 +60,9 @@ PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 """Size of the file of a status page."""
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 
+WANTED = "wanted"
+"""File in a job's folder by which a rank asks for the pages of other hosts."""
+_REFRESH_SECONDS, _GLANCE_SECONDS = 3.0, 0.02
 _PLACES_KEPT = 1024  # in the cache of `StatusPage.record`, which is cleared when it is full
 PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 """The folder of this package, with a separator at its end."""
@@ -403,6 +406,17 @@ class StatusReader:
         seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
         self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
 
+    def refresh(self) -> None:
+        """Have the pages of other hosts copied to the job's folder, if `mpishard run` has any."""
+        if self._folder is None or not settings.has_other_hosts():
+            return
+        wanted = self._folder / WANTED
+        deadline = time.monotonic() + _REFRESH_SECONDS
+        with contextlib.suppress(OSError):
+            wanted.touch()
+            while wanted.exists() and time.monotonic() < deadline:
+                time.sleep(_GLANCE_SECONDS)
+
     def records(self) -> list[RankRecord]:
         """Return one record of each rank of the root world, in rank order."""
         found: dict[int, RankRecord] = {}
@@ -427,8 +441,9 @@ class StatusReader:
                     calls = _calls(self._pages[rank], self._calls_read.get(rank, ()))
                     self._calls_read[rank] = calls
                     found[rank] = _read(self._pages[rank], calls)
-                elif isinstance(path, Path) and path.parent == self._folder:
-                    found[rank] = _read(_open(path, rank))
+                elif isinstance(path, Path) and self._folder is not None:
+                    # In this folder, too, are the pages of other hosts, after `refresh`.
+                    found[rank] = _read(_open(self._folder / path.name, rank))
         found[self.page.rank] = self.page.read()
         # A rank without a page in the job's folder has not called init.
         is_known = self._folder is not None and not self._paths
@@ -483,6 +498,22 @@ def records_at(paths: Iterable[Path], *, with_calls: bool = True) -> list[RankRe
         with contextlib.suppress(OSError, ValueError):
             records.append(_read(_open(path), None if with_calls else ()))
     return sorted(records, key=lambda record: (record.launched_rank, record.world_number))
+
+
+def shared_page(page: bytes, letter: str = "") -> bytes:
+    """Return a page for the ranks of other hosts, with the state of its process.
+
+    Parameters
+    ----------
+    page : bytes
+        Its content, or the first 4096 bytes.
+    letter : str
+        State of the process as in proc(5), ``X`` if it is gone; "" looks at the process, which must
+        be one of this host.
+    """
+    pid, start = _IDENTITY.unpack_from(page)[6:8]
+    found, began = (letter.encode(), start) if letter else _process(pid)
+    return page[:_SEEN_AT] + (found if began == start else b"X") + page[_SEEN_AT + 1 :]
 
 
 def pages_beside(file: Path) -> list[Path]:
@@ -577,9 +608,10 @@ def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
     if number < 0:
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
     saves, *ranks = _SAVES.unpack_from(page, _SAVES_AT)
-    # A process id means nothing on another host, so its process counts as running.
-    is_here = _text(host) == socket.gethostname()
-    letter, began = _process(pid) if is_here else (b"R", start)
+    # A process id means nothing on another host: there its agent looks at it.
+    seen = page[_SEEN_AT : _SEEN_AT + 1].rstrip(b"\0")
+    is_here = not seen and _text(host) == socket.gethostname()
+    letter, began = _process(pid) if is_here else (seen or b"R", start)
     # The start time, because the system may have given the process id to another process.
     is_alive = began == start and letter not in (b"Z", b"X")
     return RankRecord(

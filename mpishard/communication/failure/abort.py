@@ -121,7 +121,10 @@ class Termination:
 
     def records(self) -> list[RankRecord]:
         """Return one record of each rank; an empty list if nothing is known."""
-        return [] if self.statuses is None else self.statuses.records()
+        if self.statuses is None:
+            return []
+        self.statuses.refresh()
+        return self.statuses.records()
 
     # --------------------------------------------------------------------------- reasons to end
 
@@ -155,13 +158,23 @@ class Termination:
         # If SIGKILL comes meanwhile nothing is missing: the rank that failed has reported.
         time.sleep(_LAUNCHER_SECONDS)
         text = f"mpishard: {self.name} was sent SIGTERM {where}; the job ends"
-        self.end(text, settings.EXIT_TERMINATED)
+        # The main thread may be in MPI, for a rank that is dead, and MPI may crash if this thread
+        # calls it meanwhile.
+        self.end(text, settings.EXIT_TERMINATED, calls_mpi=False)
 
     def report_dead_rank(self, dead: int, where: str) -> NoReturn:
         """End the job because the process of rank ``dead`` is gone, as after SIGKILL."""
         text = (
             f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or out "
             f"of memory?), seen by rank {self.rank} {where}; the job ends"
+        )
+        self.end(text, settings.EXIT_FAILURE, is_own=False)
+
+    def report_lost_connection(self, reason: str, where: str) -> NoReturn:
+        """End the job because MPI has lost the connection to another rank, which may be gone."""
+        text = (
+            f"mpishard: {self.name} lost its connection to another rank {where}, which is gone, or "
+            f"the network between their hosts is ({reason}); the job ends"
         )
         self.end(text, settings.EXIT_FAILURE, is_own=False)
 
@@ -227,7 +240,13 @@ class Termination:
         return is_first
 
     def end(
-        self, report: str, code: int, *, is_own: bool = True, is_alone: bool = False
+        self,
+        report: str,
+        code: int,
+        *,
+        is_own: bool = True,
+        is_alone: bool = False,
+        calls_mpi: bool = True,
     ) -> NoReturn:
         """Print ``report`` unless another rank of this node has printed one, and end all ranks.
 
@@ -242,6 +261,9 @@ class Termination:
         is_alone : bool
             End this process only, by SIGKILL, because MPI reports only such an end to the others.
             The job ends with it if no other rank is left that could go on.
+        calls_mpi : bool
+            Whether MPI ends the others. Without it the launcher does, as for any process that
+            fails.
         """
         # Another thread already ends this process: let it, but not for ever.
         if not _one_thread.acquire(blocking=False):
@@ -255,7 +277,7 @@ class Termination:
                 self.stop()
             try:
                 if not is_alone or self._is_last():
-                    _abort(code)
+                    _abort(code, calls_mpi=calls_mpi)
             finally:
                 if is_alone:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -368,11 +390,12 @@ def _ignore_further_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut the report
 
 
-def _abort(code: int) -> None:
+def _abort(code: int, *, calls_mpi: bool) -> None:
     """End all processes of the job; may return."""
     # Not imported here: a process that has not started MPI must not start it to end.
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized()):
+    is_running = mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized())
+    if mpi and is_running and calls_mpi:
         mpi.COMM_WORLD.Abort(code)
         return
     # Open MPI's launcher ends the job if a process exits with a code other than 0. Hydra waits for

@@ -44,6 +44,13 @@ _SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
 _FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
 
+# In the messages of MPI libraries; a rank that gets one of them has not failed itself.
+_LOST_CONNECTION = re.compile(
+    r"socket closed|connection (closed|reset|refused|failure)|communication error with rank|"
+    r"poll failed|unreachable|proc(ess)? ?_?failed",
+    re.IGNORECASE,
+)
+
 IN_INIT = "in init() for the other ranks to call it"
 
 
@@ -260,6 +267,8 @@ class MPIJob:
             for record in self.ending.records():
                 if not (record.is_alive or record.has_left):
                     self.ending.report_dead_rank(record.rank, f"while it waited {where}")
+            if isinstance(error, self.mpi.Exception) and _LOST_CONNECTION.search(str(error)):
+                self.ending.report_lost_connection(str(error), f"while it waited {where}")
             return error
         explained = self.ulfm.explain(error, where)
         if isinstance(explained, PeerError):

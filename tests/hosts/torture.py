@@ -1,0 +1,323 @@
+"""Injects random faults into jobs on hosts of namespaces, and judges each end.
+
+torture.py KIT [--seed N] [--trials N] [--only KIND..] [--mpi mpich openmpi] [--keep]
+
+KIT has netns.sh; two hosts are up (`netns.sh up 2`). A trial is a job of `torture_job.py` under one
+MPI, on 2 x 1 or 2 x 2 ranks, and a fault of one kind at one moment. It passes if the job ends in
+time, names the one that failed and no other, and leaves nothing on any host, also after a lost host
+has come back. Each trial depends on the seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST_TIMEOUT, TIMEOUT, GRACE = 5.0, 10.0, float(os.environ.get("TORTURE_GRACE", "3"))
+RANK = r"^\S*python\S* -u .*torture_job"
+
+
+class Kit:
+    """The hosts: commands of netns.sh, and their processes as this machine numbers them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.script = str(folder / "netns.sh")
+
+    def do(self, *words: object) -> str:
+        command = [self.script, *map(str, words)]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        ).stdout
+
+    def processes(self, host: int) -> dict[int, str]:
+        """The processes of a host, but for its own."""
+        found = {}
+        for pid in self.do("pids", host).split():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            except OSError:
+                continue
+            text = line.decode(errors="replace").strip()
+            if text and not re.search(r"host-init|\[listener\]|^sleep 3600", text):
+                found[int(pid)] = text
+        return found
+
+    def find(self, host: int, pattern: str) -> list[int]:
+        return [pid for pid, line in self.processes(host).items() if re.search(pattern, line)]
+
+    def rank(self, number: int, size: int) -> list[int]:
+        """The process of a rank."""
+        host = 1 + number * 2 // size
+        for pid in self.find(host, RANK):
+            try:
+                text = Path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:
+                continue
+            if re.search(rb"(?:^|\0)(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=%d\0" % number, text):
+                return [pid]
+        return []
+
+    def files(self, host: int) -> list[str]:
+        """What jobs have left in the host's own folders."""
+        names = self.do("exec", host, "ls", "/dev/shm", "/tmp").split()
+        kept = {"/dev/shm:", "/tmp:", *(Path(p).name for p in os.environ["MH_KEEP"].split())}
+        return [name for name in names if name not in kept]
+
+    def mend(self) -> None:
+        self.do("unshape")
+        for host in (1, 2):
+            self.do("thaw", host)
+            self.do("cable", host, "up")
+            self.do("sshd", host)
+
+    def clean(self) -> None:
+        for host in (1, 2):
+            for pid in self.processes(host):
+                send([pid], signal.SIGKILL)
+            self.do("exec", host, "sh", "-c", "rm -rf /dev/shm/* /tmp/hydra* /tmp/pr* /tmp/mpis*")
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@dataclass
+class Trial:
+    """A job, its fault, and what its end must be."""
+
+    kind: str
+    mpi: str
+    ranks: int
+    victim: int
+    moment: float
+    """Seconds after the first checkpoint; below 0: that long after the start."""
+    restarts: bool = False
+    seconds: float = 0.0
+    code: int | None = None
+    output: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        when = f"{self.moment:.1f} s" if self.moment >= 0 else f"start + {-self.moment:.1f} s"
+        more = " +restart" * self.restarts
+        return f"{self.mpi} 2x{self.ranks // 2} {self.kind} rank {self.victim} at {when}{more}"
+
+
+PROXY = r"hydra_pmi_proxy|prted"
+IN_SCRIPT = ("exit", "raise", "asleep", "elsewhere")
+LOST = ("cable", "freeze")
+KINDS = (
+    "kill-rank", "kill-rank", "segv-rank", "stop-rank", "term-rank", "kill-agent", "kill-proxy",
+    "kill-host-agent", "kill-all", "cable", "freeze", "blink", "term-run", "int-run", "kill-run",
+    "kill-launcher", "kill-ssh", "none", *IN_SCRIPT,
+)  # fmt: skip
+
+
+def inject(kit: Kit, trial: Trial) -> None:
+    """Inject the fault of a trial that is not in the script."""
+    victim = lambda: kit.rank(trial.victim, trial.ranks)  # noqa: E731
+    faults: dict[str, Callable[[], object]] = {
+        "kill-rank": lambda: send(victim(), signal.SIGKILL),
+        "segv-rank": lambda: send(victim(), signal.SIGSEGV),
+        "stop-rank": lambda: send(victim(), signal.SIGSTOP),
+        "term-rank": lambda: send(victim(), signal.SIGTERM),
+        "kill-agent": lambda: send(kit.find(2, "rank_agent")[:1], signal.SIGKILL),
+        "kill-proxy": lambda: send(kit.find(2, PROXY), signal.SIGKILL),
+        "kill-host-agent": lambda: send(kit.find(2, "host_agent"), signal.SIGKILL),
+        "kill-all": lambda: kit.do("kill", 2),
+        "cable": lambda: kit.do("cable", 2, "down"),
+        "freeze": lambda: kit.do("freeze", 2),
+        "blink": lambda: (kit.do("cable", 2, "down"), time.sleep(2), kit.do("cable", 2, "up")),
+        "term-run": lambda: send(kit.find(1, "mpishard run")[:1], signal.SIGTERM),
+        "int-run": lambda: send(kit.find(1, "mpishard run")[:1], signal.SIGINT),
+        "kill-run": lambda: send(kit.find(1, "mpishard run")[:1], signal.SIGKILL),
+        "kill-launcher": lambda: send(kit.find(1, r"^\S*/(mpiexec|prterun) "), signal.SIGKILL),
+        "kill-ssh": lambda: send(kit.find(1, r"^\S*ssh "), signal.SIGKILL),
+    }
+    if trial.kind in faults:
+        faults[trial.kind]()
+
+
+def run(kit: Kit, trial: Trial, work: Path) -> None:
+    """Run the job of a trial to its end, and note what it was."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    python = ROOT / (".venv" if trial.mpi == "mpich" else ".venv-openmpi") / "bin/python"
+    steps = 250 if trial.kind in ("none", "blink") or trial.restarts else 100_000
+    job = [python, "-m", "mpishard", "run", "-n", trial.ranks, "--hosts", "node1,node2"]
+    job += ["--max-restarts", 2, "--min-ranks", 1] * trial.restarts
+    job += [ROOT / "tests/hosts/torture_job.py", work, steps]
+    job += [trial.kind, trial.victim, 12] * (trial.kind in IN_SCRIPT)
+    variables = {
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPISHARD_TIMEOUT": f"{TIMEOUT:g}",
+        "MPISHARD_HOST_TIMEOUT": f"{HOST_TIMEOUT:g}", "MPISHARD_WARN_AFTER": "0",
+    }  # fmt: skip
+    log = work / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [kit.script, "exec", "1", *map(str, job)],
+            cwd=work,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    started = time.monotonic()
+    if trial.moment < 0:
+        time.sleep(-trial.moment)
+    else:
+        while not (work / "latest").exists() and process.poll() is None:
+            if time.monotonic() - started > 90:
+                trial.problems.append("no checkpoint within 90 s")
+                break
+            time.sleep(0.02)
+        time.sleep(trial.moment)
+    before = time.monotonic()
+    inject(kit, trial)
+    # Finding the process takes a while.
+    began = before if trial.kind in LOST else time.monotonic()
+    limit = 90 if trial.restarts or trial.kind in ("none", "blink") else 45
+    while process.poll() is None and time.monotonic() - began < limit:
+        time.sleep(0.02)
+    trial.seconds = time.monotonic() - began
+    if process.poll() is None:
+        trial.problems.append(f"HANGS: still running after {trial.seconds:.0f} s")
+        trial.output = log.read_text(errors="replace")
+        return
+    trial.code = process.returncode
+    trial.output = log.read_text(errors="replace")
+
+
+def judge(trial: Trial) -> None:  # noqa: C901 - a line for each kind
+    """Compare the end of a trial with what it must be."""
+    text, code, kind, problems = trial.output, trial.code, trial.kind, trial.problems
+    if code is None:
+        return
+    own = [line for line in text.splitlines() if line.startswith("mpishard run: ")]
+    named = re.search(r"mpishard run: rank (\d+) \(process", text)
+    is_running = trial.moment >= 0
+
+    def expect(condition: object, what: str) -> None:
+        if not condition:
+            problems.append(what)
+
+    expect(code not in (14, 255), f"code {code}")
+    expect("Traceback" not in text or kind == "raise", "a traceback")
+    if trial.restarts:
+        expect(code == 0, f"code {code} in place of 0")
+        expect(text.count("is at its end"), "not at its last step")
+        return
+    limits = {"term-run": 5.0, "int-run": 5.0, "term-rank": 3.0, **dict.fromkeys(LOST, 12.0)}
+    limits |= dict.fromkeys(("stop-rank", "asleep", "elsewhere"), TIMEOUT)
+    limit = limits.get(kind, 0.0)
+    if kind not in ("none", "blink", *IN_SCRIPT) and is_running:
+        limit += 3.0 + GRACE
+        expect(trial.seconds <= limit, f"{trial.seconds:.1f} s are more than {limit:g}")
+    if kind in ("kill-rank", "segv-rank", "exit"):
+        wanted = {"kill-rank": 137, "segv-rank": 139, "exit": 7}[kind]
+        if is_running:
+            expect(code == wanted, f"code {code} in place of {wanted}")
+            expect(named and int(named[1]) == trial.victim, "it is not named")
+        expect(named is None or int(named[1]) == trial.victim, "ANOTHER IS BLAMED")
+    elif kind == "raise":
+        expect(code == 1 and f"rank {trial.victim} of" in text, f"code {code}, or not named")
+    elif kind in ("stop-rank", "asleep", "elsewhere"):
+        expect(code == 124 or not is_running, f"code {code} in place of 124")
+        words = {"stop-rank": "is stopped", "asleep": "asleep"}.get(kind, "message")
+        expect(not is_running or f"rank {trial.victim} " in text.lower(), "it is not named")
+        expect(not is_running or words in text, f"no word of {words}")
+    elif kind in LOST:
+        expect(not is_running or re.search(r"host node2 \(ranks? .*has not been", text), "no host")
+        expect(code not in (0, None), "code 0")
+    elif kind == "kill-all":
+        expect(not is_running or "node2" in "".join(own[1:]), "no host is named")
+    elif kind == "kill-proxy":
+        expect(not is_running or re.search(r"process \d+ of \w+.*is gone", text), "not named")
+    elif kind in ("term-run", "int-run"):
+        wanted = 143 if kind == "term-run" else 130
+        expect(code == wanted or not is_running, f"code {code} in place of {wanted}")
+    elif kind in ("none", "blink"):
+        expect(code == 0, f"code {code} in place of 0")
+    expect(kind in ("none", "blink") or code != 0, "code 0")
+
+
+def look_for_leftovers(kit: Kit, trial: Trial) -> None:
+    """Wait until no host has anything of the job, for 12 seconds after a host has come back."""
+    began = time.monotonic()
+    limit = 12.0 if trial.kind in LOST or trial.kind == "kill-run" else 3.0 + GRACE
+    kit.mend()
+    while True:
+        left = {f"node{h}": [*kit.processes(h).values(), *kit.files(h)] for h in (1, 2)}
+        if not any(left.values()) or time.monotonic() - began > limit:
+            break
+        time.sleep(0.2)
+    for host, things in left.items():
+        # If its agent was killed, a host cleans up at its next job.
+        is_late = trial.kind in ("kill-all", "kill-host-agent")
+        wrong = [thing for thing in things if "python" in thing or not is_late]
+        if wrong:
+            trial.problems.append(f"left on {host}: {' | '.join(text[:90] for text in wrong)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kit", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--mpi", nargs="*", default=["mpich", "openmpi"])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--running", action="store_true", help="no faults in the start")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    kit = Kit(options.kit)
+    work = options.kit / f"torture-{options.seed}"
+    bad = 0
+    for number in range(options.first, options.first + options.trials):
+        chance = random.Random(f"{options.seed} {number}")
+        ranks = chance.choice(options.ranks)
+        kind = chance.choice(options.only or KINDS)
+        moment = chance.uniform(0, 1.5)
+        if chance.random() < 0.2 and not options.running and kind not in IN_SCRIPT:
+            moment = -chance.uniform(0.3, 4)
+        name, _, more = kind.partition("+")
+        restarts = bool(more) or (kind in ("kill-rank", *LOST) and chance.random() < 0.2)
+        trial = Trial(name, chance.choice(options.mpi), ranks, chance.randrange(ranks), moment,
+                      restarts)  # fmt: skip
+        run(kit, trial, work)
+        judge(trial)
+        if trial.code is None:
+            kit.mend()
+        else:
+            look_for_leftovers(kit, trial)
+        kit.mend()
+        kit.clean()
+        bad += bool(trial.problems)
+        verdict = "BAD " if trial.problems else "good"
+        print(f"{verdict} {number} {trial}: code {trial.code}, {trial.seconds:.1f} s", flush=True)
+        for problem in trial.problems:
+            print(f"    {problem}", flush=True)
+        if trial.problems or options.verbose:
+            lines = [line for line in trial.output.splitlines() if line.strip()]
+            print("\n".join(f"      | {line[:300]}" for line in lines[-25:]), flush=True)
+    print(f"{options.trials} trials, {bad} bad")
+    sys.exit(bool(bad))
+
+
+main()
