@@ -13,6 +13,8 @@ fail:
     memory     pytest: one process, thread-ranks
     mpi 2 3 4  the tests that also run on MPI ranks, under MPICH's mpiexec -n 2, 3 and 4
     openmpi 2 3 4  those of communication, and of the strategies, under Open MPI's mpiexec
+    hosts      jobs on two hosts, which are namespaces of this machine; skipped, with the reason,
+               without root or namespaces
     spawned    jobs whose ranks fail, leave, hang or are killed, and how they end
     static     ruff, import-linter, mypy --strict, the documentation, and the lowest versions that
                setup.cfg allows; at the same time as spawned
@@ -105,7 +107,7 @@ lowest() {
 
 # tests/conftest.py chooses the number of processes of -n auto.
 memory() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned and not hosts' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
@@ -136,6 +138,12 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
+# One test after the other, because some measure seconds. -rs prints why tests are skipped.
+hosts() {
+    OMP_NUM_THREADS=1 "$python" -m pytest -m hosts -rs -o testpaths=tests \
+        ${arguments[@]+"${arguments[@]}"}
+}
+
 # Tests are handed out one by one, because jobs take unequal times; the long ones come first.
 spawned() {
     OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxschedchunk 1 -m spawned -o testpaths=tests \
@@ -156,6 +164,7 @@ done
 for size in 2 3 4; do
     layer "openmpi $size" openmpi $size
 done
+layer hosts hosts
 # At the same time as the static layer, because the ranks of spawned jobs mostly wait.
 static >"$logs/static" 2>&1 &
 checks=$!

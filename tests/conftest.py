@@ -216,7 +216,7 @@ def _keep_to_a_core(config):
     lock costs these tests up to two thirds more processor time.
     """
     worker = getattr(config, "workerinput", None)
-    if worker is None or config.getoption("markexpr") == "spawned":
+    if worker is None or config.getoption("markexpr") in ("spawned", "hosts"):
         return  # jobs have all cores
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -247,7 +247,11 @@ def pytest_report_header(config):
 
 
 # What the text of a file holds that has tests of a kind: the others need not even be imported.
-_WORDS = {"mpi": ("in_worlds(", "mark.mpi"), "spawned": ("mark.spawned",)}
+_WORDS = {
+    "mpi": ("in_worlds(", "mark.mpi"),
+    "spawned": ("mark.spawned",),
+    "hosts": ("mark.hosts",),
+}
 
 
 @functools.cache
@@ -292,7 +296,12 @@ def pytest_collect_file(file_path, parent):
 def _hold_to_words(items):
     """Refuse a test that `pytest_ignore_collect` would leave out."""
     for item in items:
-        for kind, marker in (("mpi", "mpi"), ("mpi", "in_worlds"), ("spawned", "spawned")):
+        for kind, marker in (
+            ("mpi", "mpi"),
+            ("mpi", "in_worlds"),
+            ("spawned", "spawned"),
+            ("hosts", "hosts"),
+        ):
             if item.get_closest_marker(marker) and not _has_words(item.path, kind):
                 raise pytest.UsageError(
                     f"{item.nodeid} is marked {marker}, but its file holds none of {_WORDS[kind]}: "

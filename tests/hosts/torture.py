@@ -55,12 +55,19 @@ class Kit:
         return found
 
     def find(self, host: int, pattern: str) -> list[int]:
-        return [pid for pid, line in self.processes(host).items() if re.search(pattern, line)]
+        """The processes of a host that match, which may not be started yet."""
+        return until(
+            lambda: [pid for pid, line in self.processes(host).items() if re.search(pattern, line)]
+        )
 
     def rank(self, number: int, size: int) -> list[int]:
         """The process of a rank."""
-        host = 1 + number * 2 // size
-        for pid in self.find(host, RANK):
+        return until(lambda: self._rank(number, 1 + number * 2 // size))
+
+    def _rank(self, number: int, host: int) -> list[int]:
+        for pid, line in self.processes(host).items():
+            if not re.search(RANK, line):
+                continue
             try:
                 text = Path(f"/proc/{pid}/environ").read_bytes()
             except OSError:
@@ -87,6 +94,13 @@ class Kit:
             for pid in self.processes(host):
                 send([pid], signal.SIGKILL)
             self.do("exec", host, "sh", "-c", "rm -rf /dev/shm/* /tmp/hydra* /tmp/pr* /tmp/mpis*")
+
+
+def until(find: Callable[[], list[int]]) -> list[int]:
+    deadline = time.monotonic() + 20
+    while not (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def send(pids: list[int], number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -10,9 +10,11 @@ import typer
 from mpishard.base import settings
 from mpishard.cli.doctor import host
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
+from mpishard.cli.doctor.hosts import examine_hosts, names_of
 from mpishard.cli.doctor.job import examine_gpus, examine_job
 from mpishard.cli.doctor.mpi import examine_mpi, examine_slurm
 from mpishard.cli.run.launcher import MPIInstallation
+from mpishard.cli.wording import refusing
 
 
 def doctor(
@@ -22,6 +24,13 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure nothing, and start no ranks.")
     ] = False,
+    hosts: Annotated[
+        str,
+        typer.Option(
+            help="Examine these machines instead, and the networks between them.",
+            metavar="HOST,...|@FILE",
+        ),
+    ] = "",
 ) -> None:
     """Examine this environment, and name commands that fix it.
 
@@ -29,6 +38,9 @@ def doctor(
     memory, GPUs and SLURM; measures matrix products; and starts two ranks that communicate. If
     there is SLURM, it also starts two ranks on two nodes, if they are free. It changes nothing.
     Each line is about something that you can change.
+
+    --hosts logs in to each machine with ssh, compares versions, clocks and addresses, tries a port
+    in each direction, and measures a job of one rank on each.
 
     --json prints {"schema": 2, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
@@ -38,14 +50,23 @@ def doctor(
     """
     if (settings.launched_rank() or 0) > 0 and settings.launched_world_size() != 1:
         return  # under a launcher only the first rank reports
+    with refusing("doctor"):
+        names = names_of(hosts) if hosts else []
+    wanted = _findings_of_hosts(names) if names else _findings(quick)
     if json_wanted:
-        findings = list(_findings(quick))
+        findings = list(wanted)
         typer.echo(as_json(findings))
     else:
         # Each line appears when it is found: measurements and the job take seconds.
-        findings = show_findings(_findings(quick))
+        findings = show_findings(wanted)
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
+
+
+def _findings_of_hosts(names: Sequence[str]) -> Iterator[Finding]:
+    mpi = MPIInstallation.of_this_python()
+    yield from examined("mpi", examine_mpi(mpi))
+    yield from examined("hosts", examine_hosts(names, mpi))
 
 
 def _findings(quick: bool) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ _TITLES = {
     "gpu": "GPUs",
     "slurm": "SLURM",
     "job": "Two ranks that communicate",
+    "hosts": "Several hosts",
 }
 _VERDICT, _LABEL = 9, 14
 _INDENT = 2 + _VERDICT + _LABEL

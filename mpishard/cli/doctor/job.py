@@ -1,6 +1,7 @@
 """Findings about two ranks that communicate and about GPUs, and the program of these ranks.
 
-Without an argument the ranks communicate through mpishard. With the name of an MPI operation they
+Without an argument the ranks communicate through mpishard. With ``hosts`` they also measure the
+networks between them. With the name of an MPI operation they
 test it on GPU memory. A library that is not built for CUDA crashes there, or moves wrong bytes:
 each operation has a job of its own. Rank 0 prints the answer.
 """
@@ -11,7 +12,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import distributions
 from itertools import product
 from typing import Any
@@ -23,14 +25,17 @@ from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import open_processes
 from mpishard.cli.doctor.mpi import RANK_VARIABLES, why_it_failed
 from mpishard.cli.probe import answer_line, ask, python_command
-from mpishard.cli.run.launcher import Launcher, MPIInstallation
+from mpishard.cli.run.launcher import Host, Launcher, MPIInstallation
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, init, load_mpi
 
 _SIZES = (8, 2**20, 64 * 2**20)
 """Sizes of the arrays that are all-reduced, in bytes: each travels in another way."""
 
-_LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
+_LIMIT_SECONDS = {"two ranks": 30, "hosts": 60, "driver": 15, "cupy": 60}  # CuPy may compile
+
+_HOSTS = "hosts"
+_ROUND_TRIPS, _LARGE_ROUND_TRIPS, _LARGE_BYTES = 100, 5, 8 * 2**20
 
 
 def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
@@ -73,6 +78,29 @@ def examine_job(mpi: MPIInstallation) -> Iterator[Finding]:
             why, fix = "one rank cannot open the other's memory (memfd)", open_processes()
         text = f"{why}: ranks of a machine send messages, which is several times slower"
     yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, fix)
+
+
+def measure_hosts(
+    launcher: Launcher, hosts: Sequence[Host], variables: Mapping[str, str]
+) -> tuple[list[tuple[float, float]] | None, str, str]:
+    """Run a job of one rank on each host.
+
+    Returns
+    -------
+    found : list of (float, float), or None
+        Seconds of a round trip, and bytes per second, between the first host and each other one;
+        None if the job has failed.
+    cause, fix : str
+        The cause of the failure, and the command that fixes it.
+    """
+    passed_on = [*settings.forwarded_variables(), *_VARIABLES, *variables]
+    program = [sys.executable, "-m", "mpishard.cli.doctor.job", _HOSTS]
+    command = launcher.command(len(hosts), program, hosts=hosts, variables=passed_on)
+    answer = ask(command, _LIMIT_SECONDS["hosts"], {**_VARIABLES, **variables})
+    if answer.code == 0 and answer.found is not None:
+        return answer.found, "", ""
+    cause = why_it_failed(answer, command)
+    return None, cause.text, cause.fix
 
 
 # -------------------------------------------------------------------------------------------- GPUs
@@ -208,6 +236,9 @@ def _cuda_aware(launcher: Launcher) -> Finding:
 
 def main() -> None:
     """Run as one rank."""
+    if sys.argv[1:] == [_HOSTS]:
+        _measure_networks()
+        return
     if sys.argv[1:]:
         _try_on_gpu(sys.argv[1])
         return
@@ -244,6 +275,35 @@ def _check_sum(backend: CommunicationBackend, total: Array) -> None:
     if not np.all(total == expected):
         text = f"an all-reduce of {total.nbytes} bytes gave {total[:4]}, not {expected}"
         raise ArithmeticError(text)
+
+
+def _measure_networks() -> None:
+    """Measure messages between the first rank and each other one, one after the other."""
+    backend = init("mpi")
+    _all_reduce(backend, np.empty(1024))
+    comm = load_mpi().COMM_WORLD
+    found = []
+    for other in range(1, backend.world_size):
+        times = []
+        for nbytes, count in ((8, _ROUND_TRIPS), (_LARGE_BYTES, _LARGE_ROUND_TRIPS)):
+            data = np.zeros(nbytes, np.uint8)
+            seconds = []
+            for _ in range(count if backend.rank in (0, other) else 0):
+                started = time.perf_counter()
+                if backend.rank == 0:
+                    comm.Send(data, other)
+                    comm.Recv(data, other)
+                else:
+                    comm.Recv(data, 0)
+                    comm.Send(data, 0)
+                seconds.append(time.perf_counter() - started)
+            times.append(float(np.median(seconds)) if seconds else 0.0)
+        backend.barrier()
+        if backend.rank == 0:
+            found.append((times[0], 2 * _LARGE_BYTES / times[1]))
+    if backend.rank == 0:
+        print(answer_line(found), flush=True)  # noqa: T201 - the doctor reads it
+    backend.shutdown()
 
 
 def _try_on_gpu(operation: str) -> None:

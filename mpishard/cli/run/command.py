@@ -25,7 +25,9 @@ OversubscribeOption = Annotated[
 HostsOption = Annotated[
     str,
     typer.Option(
-        help="Machines to run on; SLOTS is the number of ranks of one.", metavar="HOST[:SLOTS],..."
+        help="Machines to run on; SLOTS is the number of ranks of one. @FILE reads a hostfile, of "
+        "lines such as node1:4 or node1 slots=4.",
+        metavar="HOST[:SLOTS],...|@FILE",
     ),
 ]
 

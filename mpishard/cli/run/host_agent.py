@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.05
 _HEARTBEAT_SECONDS = 1.0
+_UNANSWERED = 10
+"""Messages without an answer after which no more signs of life are sent."""
 _HEAD_BYTES = 4096  # of a status page: all but its rows of collectives
 _CONNECT_SECONDS = 2.0
 _END_SECONDS = 2.0
@@ -78,6 +80,7 @@ class _HostAgent:
         self._ranks: dict[str, list[int]] = {}  # agent, rank and launcher of each rank that runs
         self._launchers: set[int] = set()
         self._sent: dict[str, tuple[str, bytes]] = {}  # the heads that were sent last
+        self._unanswered = 0
         self._is_over = False
 
     def connect(self) -> bool:
@@ -94,8 +97,11 @@ class _HostAgent:
                     )
                     self._connection.sendall(json.dumps(hello).encode() + b"\n")
                     # Another machine may have the same address, as those of Docker.
-                    answer = self._connection.makefile().readline()
-                    if json.loads(answer or "{}").get("proof") == proof:
+                    self._received = b""
+                    while b"\n" not in self._received and (data := self._connection.recv(4096)):
+                        self._received += data
+                    answer, _, self._received = self._received.partition(b"\n")
+                    if json.loads(answer or b"{}").get("proof") == proof:
                         self._watch_connection()
                         null = os.open(os.devnull, os.O_WRONLY)
                         os.dup2(null, 2)
@@ -141,6 +147,8 @@ class _HostAgent:
                     beat_at = now
                     notes += self._vanished()
                 wants = (self._folder / "wanted").exists()
+                # If `mpishard run` is suspended, messages would fill the connection.
+                is_beat = is_beat and self._unanswered < _UNANSWERED
                 if notes or is_beat or wants:
                     has_end = any(note[1] != "started" for note in notes)
                     self._send(
@@ -210,6 +218,7 @@ class _HostAgent:
     # ------------------------------------------------------------------------------- the messages
 
     def _send(self, **message: object) -> None:
+        self._unanswered += 1
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self) -> bool:
@@ -236,6 +245,8 @@ class _HostAgent:
             for name, page in message["pages"].items():
                 (self._folder / Path(name).name).write_bytes(_unpacked(page))
             (self._folder / "wanted").unlink(missing_ok=True)
+        if "heard" in message:
+            self._unanswered -= message["heard"]
         if message.get("end"):
             self._is_over = True
 

@@ -33,6 +33,7 @@ VARIABLE = "MPISHARD_RUN"
 _HELLO_SECONDS = 5.0
 _HELLO_BYTES = 1000
 _ANSWER_SECONDS = 1.0
+_WATCH_SECONDS = 2.0
 _END_SECONDS = 4.0
 """Time for the agents to end what still runs, and to remove files."""
 
@@ -96,10 +97,20 @@ class Hosts:
         The hosts that the user named; empty if SLURM chooses them.
     timeout : float
         Seconds without a sign of life after which a host is lost.
+    is_watched : bool
+        Whether others read the pages while the job runs, so that they must not be old.
     """
 
-    def __init__(self, name: str, folder: Path, names: Sequence[str], timeout: float) -> None:
-        self._folder, self._timeout = folder, timeout
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        names: Sequence[str],
+        timeout: float,
+        *,
+        is_watched: bool = False,
+    ) -> None:
+        self._folder, self._timeout, self._is_watched = folder, timeout, is_watched
         self._token = secrets.token_hex(16)
         is_dual = socket.has_dualstack_ipv6()
         self._listening = socket.create_server(
@@ -190,6 +201,8 @@ class Hosts:
             host.close()
         *lines, host.received = host.received.split(b"\n")
         notes: list[Note] = []
+        if host.name and lines:
+            host.send(heard=len(lines))
         for line in lines:
             try:
                 message = json.loads(line)
@@ -244,7 +257,9 @@ class Hosts:
         """Ask all hosts for their pages if a rank needs them; pass them on when all have come."""
         wanted = self._folder / "wanted"
         open_ = [host for host in self._hosts if host.name and not host.is_closed]
-        if not self._is_asking and (wanted.exists() or any(host.wants for host in open_)):
+        is_due = self._is_watched and now - self._asked_at > _WATCH_SECONDS
+        is_wanted = is_due or wanted.exists() or any(host.wants for host in open_)
+        if not self._is_asking and is_wanted:
             self._is_asking, self._asked_at = True, now
             for host in open_:
                 host.has_answered = False

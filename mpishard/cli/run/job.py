@@ -17,6 +17,7 @@ from pathlib import Path
 from mpishard.base import MPIUnavailableError, better_kernel, loaded_kernel, settings
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
+from mpishard.cli.run.hostfile import expanded_hosts
 from mpishard.cli.run.hosts import VARIABLE as OTHER_HOSTS
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_library, parse_hosts
@@ -26,6 +27,7 @@ from mpishard.cli.run.logs import (
     locked_log_folder,
     prepare_log_folder,
 )
+from mpishard.cli.run.networks import network_variables
 from mpishard.cli.run.rank_processes import can_be_watched
 from mpishard.cli.run.restarts import (
     RestartLimits,
@@ -137,8 +139,8 @@ class RunJob:
     ranks : int or None
         Number of ranks of the first start; None is refused.
     hosts : str
-        Machines, as `parse_hosts` reads them; empty for this one, or those that SLURM has
-        allocated.
+        Machines, as `parse_hosts` reads them, or ``@`` and a file of them; empty for this one, or
+        those that SLURM has allocated.
     variables : mapping of str to str, optional
         Variables of the ranks' environment.
     is_module : bool
@@ -198,7 +200,7 @@ class RunJob:
             # -u: a rank that is killed must not take what it has printed along in a buffer.
             self.program = [sys.executable, "-u", *python_arguments(words, is_module)]
             settings.check()
-            self.hosts = parse_hosts(hosts, ranks)
+            self.hosts = parse_hosts(expanded_hosts(hosts), ranks)
             self.limits.check(ranks, self.hosts, may_be_resized=self.log_folder is not None)
             chosen = _user_variables(user_variables)
             if self.log_folder is not None:
@@ -215,6 +217,8 @@ class RunJob:
                 added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
             self.user_variables = {**(variables or {}), **chosen}
             added |= variables or {}
+            known = settings.environment() | self.user_variables
+            added |= network_variables(self.launcher, [host.name for host in self.hosts], known)
             self.environment = {**settings.environment(), **added}
             elsewhere = settings.forwarded_variables() if self.hosts else ()
             # Names of the variables that ranks on other machines need as well.

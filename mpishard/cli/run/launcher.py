@@ -52,6 +52,11 @@ class Host:
     slots: int
 
 
+def is_host_name(text: str) -> bool:
+    """Return whether ``text`` can be the name or address of a machine."""
+    return _HOST_NAME.fullmatch(text) is not None and len(text) <= _LONGEST_NAME
+
+
 def parse_hosts(text: str, world_size: int) -> list[Host]:
     """Return the machines of ``a,b:slots``; those without a number share the rest evenly.
 
@@ -69,7 +74,7 @@ def parse_hosts(text: str, world_size: int) -> list[Host]:
     if len(entries) > world_size:
         raise ValueError(f"--hosts names {len(entries)} machines for {world_size} ranks")
     for name, colon, number in entries:
-        if not _HOST_NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        if not is_host_name(name):
             raise ValueError(
                 f"--hosts takes names or addresses of machines: labels of 1 to 63 letters, digits, "
                 f"- and _ with dots between them, {_LONGEST_NAME} characters at most, the first "

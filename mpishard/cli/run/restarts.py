@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -20,6 +18,7 @@ from mpishard.base import settings
 from mpishard.cli.probe import Answer, ask_all
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import Host, Launcher
+from mpishard.cli.run.networks import is_this_machine
 from mpishard.cli.run.notice import notice
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted
@@ -292,13 +291,22 @@ def find_lost_hosts(
             for name, state in found.items()
             if state is None or state[1] not in _USABLE or set(state[2]) & set(_AWAY)
         ]
+    shell = remote_shell(launcher)
+    others = [name for name in names if not is_this_machine(name)]
+    answers = _answers_of([[*shell, name, "true"] for name in others], received)
+    return [name for name, answer in zip(others, answers, strict=True) if answer.code != 0]
+
+
+def remote_shell(launcher: Launcher) -> list[str]:
+    """Return the command with which ``launcher`` reaches a host; the name of the host comes next.
+
+    It ends within 10 seconds if a host does not answer.
+    """
     shell = shlex.split(settings.remote_shell(launcher.is_hydra))
     if Path(shell[0]).name == "ssh":
         # A host that asks for a password cannot start a rank, and nobody would answer it.
         shell += ["-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-    others = [name for name in names if not _is_this_machine(name)]
-    answers = _answers_of([[*shell, name, "true"] for name in others], received)
-    return [name for name, answer in zip(others, answers, strict=True) if answer.code != 0]
+    return shell
 
 
 def allocated_hosts(ranks: int) -> list[Host]:
@@ -307,21 +315,6 @@ def allocated_hosts(ranks: int) -> list[Host]:
     (answer,) = _answers_of([["scontrol", "show", "hostnames"]], ())
     names = [] if answer.code != 0 else answer.out.split()
     return [Host(name, -(-ranks // len(names))) for name in names]
-
-
-def _is_this_machine(name: str) -> bool:
-    """True if the name has an address of this machine."""
-    if name in ("localhost", socket.gethostname()):
-        return True
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            name, 0, type=socket.SOCK_DGRAM
-        ):
-            with suppress(OSError), socket.socket(family, kind, protocol) as end:
-                # A socket can be bound to an address of this machine only.
-                end.bind(address)
-                return True
-    return False
 
 
 def _answers_of(

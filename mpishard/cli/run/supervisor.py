@@ -141,14 +141,20 @@ class Supervisor:
         """
         temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
         self._folder = self._folder_for_calls(temporary)
-        if self.host_count:
-            timeout = settings.host_timeout()
-            self._hosts = Hosts(temporary.name, self._folder, self.hosts, timeout)
+        if self.host_count and can_be_watched():
+            self._hosts = Hosts(
+                temporary.name,
+                self._folder,
+                self.hosts,
+                settings.host_timeout(),
+                is_watched=self.log_folder is not None,
+            )
         self._processes = RankProcesses(self._folder, self.world_size, self._hosts)
         # Open MPI's launcher puts its files here, and leaves them behind if it is killed. The path
         # is short, because the paths of sockets may have 107 characters at most.
         variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
         variables["MPISHARD_JOB_FOLDER"] = str(self._folder)
+        variables.pop(OTHER_HOSTS, None)  # of a job in which a rank has started this one
         if self._hosts is not None:
             variables[OTHER_HOSTS] = self._hosts.variable
         folders = (self._folder, temporary)
@@ -323,8 +329,9 @@ class Supervisor:
 
     def _end_without_lost_hosts(self) -> None:
         """End the job if a host is lost, for which the others and the launcher may wait."""
-        lost = "" if self._hosts is None or self._is_ending else self._hosts.lost()
-        if lost:
+        if self._hosts is None or self._is_ending or self.survives:
+            return
+        if lost := self._hosts.lost():
             self._reason = lost
             self._end(signal.SIGTERM)
 

@@ -252,10 +252,10 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
     unknown = [record for record in records if not record.is_known]
     if unknown:
         return [*sentences, f"Nothing is known of {_who(unknown)}, on other nodes."]
-    calls = {r.waits.sequence for r in waiting if isinstance(r.waits, Call)}
+    numbers = {r.waits.sequence for r in waiting if isinstance(r.waits, Call)}
     hosts = sorted({record.host for record in waiting})
-    if len(hosts) > 1 and len(calls) == 1:
-        are = f"are {'both' if len(waiting) == 2 else 'all'} in collective {calls.pop()}"
+    if len(hosts) > 1 and len(numbers) == 1:
+        are = f"are {'both' if len(waiting) == 2 else 'all'} in collective {numbers.pop()}"
         where = f"{', '.join(hosts[:-1])} and {hosts[-1]}"
         network = f"look at the network between {where}, which loses data or is down"
         return [*sentences, f"{_who(waiting)} {are}: {network}."]
