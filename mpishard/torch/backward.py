@@ -50,11 +50,15 @@ class BackwardPasses:
         Buffers that are sent to all ranks after a pass that has changed them.
     gathered : GatheredUnits, optional
         Gathered parameters, which are released after a pass.
+    scale : float
+        Factor of each rank's gradients in their sum over ranks.
 
     Attributes
     ----------
     syncs : bool
         True if passes reduce gradients; False inside `no_sync`.
+    scale : float
+        As above.
     part_of_step : ExitStack
         Open span of the trace: forward, backward or update.
     """
@@ -66,8 +70,10 @@ class BackwardPasses:
         parts: Sequence[OwnedParameter],
         buffers: Buffers,
         gathered: GatheredUnits | None,
+        scale: float,
     ) -> None:
         self.syncs = True
+        self.scale = scale
         self.part_of_step = ExitStack()
         self._gradients = gradients
         self._layout = gradients.layout
@@ -132,7 +138,7 @@ class BackwardPasses:
             self._entries,
             gradients,
             self._layout.frozen,
-            scale=1 / self._backend.world_size,
+            scale=self.scale,
         )
 
     def _go_on(self, live: Sequence[bool]) -> None:

@@ -5,6 +5,7 @@ Their state dicts have PyTorch's own form: whole tensors, on every rank.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -183,8 +184,12 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: None = None) -> None:
-        """Update the parts that have a gradient. Collective."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parts that have a gradient, and return the closure's loss. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         rule, (group,) = self.rule, self.param_groups
         if not isinstance(rule.learning_rate, Constant):
             # A group has the key "initial_lr" if a scheduler of PyTorch changes it.
@@ -216,6 +221,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         unused = [part.entry.name for part in parts if part.tensor.grad is None]
         count_missed(unused, group["numbers"])
         group["steps"] += 1
+        return loss
 
     def _range(self, part: OwnedParameter) -> PieceViews:
         state = self.state[part.tensor]
@@ -242,14 +248,17 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
 
     It is an optimizer of the given ``torch.optim`` class, whose parameters are the parts that this
     rank owns. Schedulers, ``param_groups``, ``zero_grad`` and hooks work as usual. ``step()`` is
-    collective: it waits until all ranks have called it, and until all have updated.
+    collective: it waits until all ranks have called it, and until all have updated. The closure of
+    ``step(closure)`` returns the loss of this rank's batch; the optimizer gets the mean over ranks,
+    or the sum with ``loss_is_sum``.
     ``state_dict()`` is collective, too, and has PyTorch's own form: whole tensors, in the order of
     the parameters. ``load_state_dict()`` takes such a dict, also one of plain PyTorch.
 
     Parameters
     ----------
     kind : type or Optimizer
-        A class of ``torch.optim``, or a class with the same methods. Or a rule of
+        A class of ``torch.optim``, or a class with the same methods: with ``strategy="ddp"`` any,
+        such as LBFGS, and else one that updates each element alone. Or a rule of
         `mpishard.optimizers`, such as ``AdamW(1e-3)``, with its own clipping, decay groups and
         state. The learning rate of a rule is a schedule of its own, or a number that schedulers of
         PyTorch may change.
@@ -267,11 +276,10 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     Raises
     ------
     TypeError
-        If the class is not an optimizer or its steps need a closure, or a rule is given options or
-        searches along a line.
+        If the class is not an optimizer, or a rule is given options or searches along a line.
     ValueError
-        If there are no parameters, or the class uses whole matrices and a rank has only parts of
-        them: Adafactor and Muon need ``strategy="ddp"``.
+        If there are no parameters, or the class looks at parameters as a whole and a rank has only
+        parts of them: Adafactor, Muon, LBFGS and SAM need ``strategy="ddp"``.
     ShardingError
         If a parameter is not a trained parameter of a sharded model.
     """
@@ -283,12 +291,6 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
             raise TypeError(
                 f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
                 f"1e-3), got {shown}"
-            )
-        closure = inspect.signature(kind.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise TypeError(
-                f"the steps of {kind.__name__} need a closure, which computes the loss several "
-                "times a step; sharded models take optimizers that update once after a backward()"
             )
     parts: dict[int, OwnedParameter] = {}
     groups = _groups(parameters, parts)
@@ -410,15 +412,23 @@ def _require_elementwise(
             for half, part in zip(halves, gradient.reshape(-1).tensor_split([5]), strict=True):
                 half.grad = part.clone()  # An optimizer may change gradients in place.
             for one in tried:
-                one.step()
-    except (ValueError, RuntimeError) as error:
+                _try_step(one)
+    # An assertion is that of SAM's step() without a closure.
+    except (ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}: {error}") from error
     if not torch.allclose(whole.detach().view(-1), torch.cat([h.detach() for h in halves])):
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
 
 
+def _try_step(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step by the gradients that are there."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    is_needed = closure is not None and closure.default is closure.empty
+    optimizer.step(*[lambda: torch.tensor(1.0)] * is_needed)
+
+
 _NEEDS_WHOLE = (
-    "looks at parameters as a whole (rows, columns, or norms), and with "
+    "looks at parameters as a whole (rows, columns, norms or all at once), and with "
     'this strategy each rank updates a part of it; use strategy="ddp", or an optimizer '
     "that updates each element alone: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, "
     "RMSprop, Rprop, ASGD"
@@ -428,16 +438,14 @@ _NEEDS_WHOLE = (
 @called_as("optimizer.step()")
 def _before_step(
     owners: list[ShardedModule], made: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> None:
+) -> Any:
     """Check, before a step, that gradients are complete and all ranks have the same settings.
 
-    The hook is collective: after it no rank reads parameters. It also releases gathered units.
+    The hook is collective: after it no rank reads parameters. It also releases gathered units. With
+    a closure, which computes the gradients, it returns the arguments for `_Evaluation`.
     """
     # The first of args is the optimizer itself.
-    if any(value is not None for value in (*args[1:], *kwargs.values())):
-        raise TypeError(
-            "step() of a sharded model takes no closure: call backward() before it, on every rank"
-        )
+    closure = next((given for given in (*args[1:], *kwargs.values()) if given is not None), None)
     if hasattr(made, "found_inf"):
         # GradScaler sets these for one call, and deletes them only if the call raises no error.
         del made.found_inf, made.grad_scale
@@ -447,7 +455,8 @@ def _before_step(
             "optimizer.step() without a scaler: autocast to bfloat16 needs none"
         )
     for owner in owners:
-        owner.require_reduced("step()")
+        if closure is None:
+            owner.require_reduced("step()")
         owner.placed.require_placed()
         owner.free_gathered()
     chosen = [
@@ -469,13 +478,56 @@ def _before_step(
             f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
             "give every rank the same settings, and ReduceLROnPlateau the same value"
         )
+    if closure is not None:
+        return (args[0], _Evaluation(owners, made, closure)), {}
+    _take_gradients(made)
+    record("gradients", made)
+    owners[0].passes.part_of_step.enter_context(span("update"))
+    return None
+
+
+def _take_gradients(made: torch.optim.Optimizer) -> None:
+    """Give the optimizer the gradients of its parts as plain tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         for part in made._mpishard_parts.values():
             gradient = part.tensor.grad
             if type(gradient) is GradientPiece:  # Each operation on this subclass is slower.
                 part.tensor.grad = gradient.as_subclass(torch.Tensor)
-    record("gradients", made)
-    owners[0].passes.part_of_step.enter_context(span("update"))
+
+
+class _Evaluation:
+    """The closure of a step: the loss is the mean over ranks, or the sum with ``loss_is_sum``.
+
+    A line search compares losses, and all ranks must see the same. Each call is collective.
+    """
+
+    def __init__(
+        self, owners: list[ShardedModule], made: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> None:
+        self._owners, self._made, self._closure = owners, made, closure
+        self._is_first = True
+
+    @called_as("optimizer.step(closure)")
+    def __call__(self) -> Any:
+        if not self._is_first:  # The optimizer has changed its parts since.
+            for owner in self._owners:
+                owner.share()
+        loss = self._closure()
+        for owner in self._owners:
+            owner.require_reduced("step(closure)")
+            owner.free_gathered()
+        _take_gradients(self._made)
+        if self._is_first:
+            record("gradients", self._made)
+        self._is_first = False
+        first = self._owners[0]
+        # Also without a loss: after it no rank reads parameters, which the optimizer changes now.
+        mine = np.array([math.nan if loss is None else float(loss)])
+        total = first.backend.all_reduce(mine, subject=first.layout.subject)[0]
+        if loss is None:
+            return None
+        dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
+        return torch.tensor(first.passes.scale * total, dtype=dtype)
 
 
 def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
@@ -581,7 +633,7 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
         trial.grad = torch.ones(2)
         options = {key: value for key, value in group.items() if key != "param_names"}
         tried = made.__class__([{**options, "params": [trial]}], **made._mpishard_options)
-        tried.step()
+        _try_step(tried)
         state = tried.state[trial]
         names |= {key for key in state if is_elementwise(key, state[key], trial.shape, ())}
     return frozenset(names)
@@ -646,6 +698,6 @@ def slice_states(
         if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
             value = value.reshape(-1)[part.in_parameter]
         # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        return copy.deepcopy(value)
 
     return _changed_states(parts, made, state_dict, own)

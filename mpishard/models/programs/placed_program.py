@@ -124,6 +124,11 @@ class IPlaceableModel(ABC):
         """True if the model has a loss of its own: see `own_loss`."""
         return False
 
+    @property
+    def loss_is_sum(self) -> bool:
+        """True if the model's own loss is a sum over samples."""
+        return False
+
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         """Return sum and weight of the model's own loss, without saving anything."""
         raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
@@ -190,6 +195,9 @@ class PlacedProgram(WholeProgram):
     @property
     def has_own_loss(self) -> bool:
         return self._model.has_own_loss
+
+    def sums(self, loss: ILossFunction | None) -> bool:
+        return self._model.loss_is_sum if loss is None else super().sums(loss)
 
     def fill(self, start: int, out: Array) -> None:
         self._model.fill_parameters(start, out)
