@@ -397,6 +397,8 @@ def _require_elementwise(
     owner = next((owner for owner in owners if owner.shards_state), None)
     if owner is None:
         return
+    if _needs_closure(kind):  # It compares losses, or takes products of all gradients.
+        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
     dtype = owner.parts[0].tensor.dtype
     values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
     whole = torch.nn.Parameter(values.clone())
@@ -412,19 +414,17 @@ def _require_elementwise(
             for half, part in zip(halves, gradient.reshape(-1).tensor_split([5]), strict=True):
                 half.grad = part.clone()  # An optimizer may change gradients in place.
             for one in tried:
-                _try_step(one)
+                one.step()
     # An assertion is that of SAM's step() without a closure.
     except (ValueError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}: {error}") from error
+        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}") from error
     if not torch.allclose(whole.detach().view(-1), torch.cat([h.detach() for h in halves])):
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
 
 
-def _try_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step by the gradients that are there."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    is_needed = closure is not None and closure.default is closure.empty
-    optimizer.step(*[lambda: torch.tensor(1.0)] * is_needed)
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 _NEEDS_WHOLE = (
@@ -522,12 +522,12 @@ class _Evaluation:
         self._is_first = False
         first = self._owners[0]
         # Also without a loss: after it no rank reads parameters, which the optimizer changes now.
-        mine = np.array([math.nan if loss is None else float(loss)])
-        total = first.backend.all_reduce(mine, subject=first.layout.subject)[0]
+        mine = torch.as_tensor(math.nan if loss is None else loss).detach()
+        own = mine.double().reshape(1).numpy()
+        total = first.backend.all_reduce(own, subject=first.layout.subject)
         if loss is None:
             return None
-        dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
-        return torch.tensor(first.passes.scale * total, dtype=dtype)
+        return torch.from_numpy(total).to(mine.dtype).reshape(mine.shape) * first.passes.scale
 
 
 def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
@@ -627,13 +627,15 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
         return frozenset()
     if isinstance(made, RuleOptimizer):
         return frozenset(made.rule.needed_state())
+    if _needs_closure(made.__class__):  # LBFGS keeps products and directions of all parameters.
+        return frozenset()
     names: set[str] = set()
     for group in made.param_groups:
         trial = torch.nn.Parameter(torch.ones(2))
         trial.grad = torch.ones(2)
         options = {key: value for key, value in group.items() if key != "param_names"}
         tried = made.__class__([{**options, "params": [trial]}], **made._mpishard_options)
-        _try_step(tried)
+        tried.step()
         state = tried.state[trial]
         names |= {key for key in state if is_elementwise(key, state[key], trial.shape, ())}
     return frozenset(names)
