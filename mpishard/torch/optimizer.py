@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.base import Array, ShardingError, settings
+from mpishard.base import Array, CollectiveMismatchError, ShardingError, settings
 from mpishard.communication import CommunicationBackend, called_as, differences
 from mpishard.observe import span
 from mpishard.optimizers import (
@@ -31,6 +31,7 @@ from mpishard.optimizers import (
     count_missed,
     missed_by,
 )
+from mpishard.torch.lone_saves import warn_of_lone_saves
 from mpishard.torch.parameters import (
     GradientPiece,
     OwnedParameter,
@@ -314,7 +315,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     made.register_state_dict_post_hook(functools.partial(gather_states, parts))
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
-    made._mpishard_options = options
+    made._mpishard_options, made._mpishard_has_stepped = options, False
     # With this flag GradScaler calls step() on every rank, and `_before_step` refuses it. Without
     # it only the ranks whose own part has an infinity would skip the call, and the others wait.
     made._step_supports_amp_scaling = True
@@ -454,6 +455,11 @@ def _before_step(
             "change the scale, and leave steps out, on that rank alone. Nothing was updated; call "
             "optimizer.step() without a scaler: autocast to bfloat16 needs none"
         )
+    first = owners[0].backend
+    shards = first.world_size > 1 and any(owner.shards_state for owner in owners)
+    if shards and not made._mpishard_has_stepped and first.rank == 0:
+        warn_of_lone_saves(gathers=any(owner.gathered is not None for owner in owners))
+    made._mpishard_has_stepped = True
     for owner in owners:
         if closure is None:
             owner.require_reduced("step()")
@@ -673,7 +679,16 @@ def gather_states(
     owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
     if owner is not None:
         mine = np.array([_checksum_of_parameters(made)])
-        everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
+        try:
+            everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
+        except CollectiveMismatchError as error:
+            error.add_note(
+                "Each rank has a part of the optimizer's state: call it on every rank, and save on "
+                "rank 0:\n    state = optimizer.state_dict()\n"
+                "    if mst.rank() == 0: torch.save(state, path)\n"
+                "or call mst.save(path, model, optimizer) on every rank"
+            )
+            raise
         _refuse_other_parameters(everyone, made, owner.backend)
 
     def whole(part: OwnedParameter, key: str, value: Any) -> Any:
