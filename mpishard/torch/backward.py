@@ -13,6 +13,7 @@ import torch
 from mpishard.base import Array, CollectiveMismatchError, ShardingError
 from mpishard.communication import ReductionOperation, called_as
 from mpishard.models import (
+    ArrivalPlan,
     Arrivals,
     BackwardPass,
     GradientStore,
@@ -78,7 +79,7 @@ class BackwardPasses:
         self._gradients = gradients
         self._layout = gradients.layout
         self._backend = gradients.backend
-        self._entries = entries
+        self._plan = ArrivalPlan(self._layout.units, entries, self._layout.frozen)
         self._parts = parts
         self._buffers = buffers
         self._gathered = gathered
@@ -100,15 +101,14 @@ class BackwardPasses:
 
         A rank without a gradient for the parameter takes part in the pass all the same.
         """
-        if self._has_raised():
+        if self._arrivals is not None and self._ending() is None:  # The last pass raised.
             self._drop_raised()
         if self._arrivals is None:
             self._begin()
-        if gradient is None:
-            return
-        assert self._arrivals is not None
-        self._flags[place] = 1
-        self._arrivals.receive(self._parts[place].index, gradient)
+        if gradient is not None:
+            assert self._arrivals is not None
+            self._flags[place] = 1
+            self._arrivals.receive(self._parts[place].index, gradient)
 
     def _begin(self) -> None:
         """Begin a backward pass, which has reached its first parameter."""
@@ -133,13 +133,7 @@ class BackwardPasses:
         gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
             self._go_on(live)
-        self._arrivals = Arrivals(
-            self._layout.units,
-            self._entries,
-            gradients,
-            self._layout.frozen,
-            scale=self.scale,
-        )
+        self._arrivals = Arrivals(self._plan, gradients, self.scale)
 
     def _go_on(self, live: Sequence[bool]) -> None:
         """Prepare the store so that gradients are added to those of earlier passes.

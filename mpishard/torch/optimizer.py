@@ -316,6 +316,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
     made._mpishard_options, made._mpishard_has_stepped = options, False
+    made._mpishard_checksum = None, 0
     # With this flag GradScaler calls step() on every rank, and `_before_step` refuses it. Without
     # it only the ranks whose own part has an infinity would skip the call, and the others wait.
     made._step_supports_amp_scaling = True
@@ -496,6 +497,8 @@ def _take_gradients(made: torch.optim.Optimizer) -> None:
     """Give the optimizer the gradients of its parts as plain tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         for part in made._mpishard_parts.values():
+            if not part.owner.shards_state:
+                continue
             gradient = part.tensor.grad
             if type(gradient) is GradientPiece:  # Each operation on this subclass is slower.
                 part.tensor.grad = gradient.as_subclass(torch.Tensor)
@@ -538,10 +541,16 @@ class _Evaluation:
 
 def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
     """Return a checksum of the parameters in each group, in their order."""
-    parts = [part for _, part in numbered_parameters(made._mpishard_parts, made)]
     lengths = [len(group["params"]) for group in made.param_groups]
-    numbers = [(part.owner.layout.subject, part.index) for part in parts]
-    return zlib.crc32(repr((lengths, numbers)).encode())
+    ids = lengths, [id(tensor) for group in made.param_groups for tensor in group["params"]]
+    # Kept, because each step compares it, and seldom has other parameters than the last one.
+    known, checksum = made._mpishard_checksum
+    if known != ids:
+        parts = [made._mpishard_parts[number] for number in ids[1]]
+        numbers = [(part.owner.layout.subject, part.index) for part in parts]
+        checksum = zlib.crc32(repr((lengths, numbers)).encode())
+        made._mpishard_checksum = ids, checksum
+    return checksum  # type: ignore[no-any-return]
 
 
 def _refuse_other_parameters(

@@ -343,5 +343,6 @@ def _take_gradient(take: Callable[[Array | None], None], parameter: torch.Tensor
         # NumPy has no sparse arrays, and sums of 16-bit numbers would lose digits.
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.float() if gradient.itemsize == 2 else gradient
-        gradient = gradient.detach().reshape(-1).numpy()
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient = gradient.numpy().reshape(-1)
     take(gradient)
