@@ -101,6 +101,9 @@ class AutogradModel(TreeModel):
         and Python floats, of one dtype; or one array. They are copied.
     predict : callable, optional
         ``predict(parameters, x)``, for the method `predict`, and for gradients of another loss.
+    loss_is_sum : bool
+        True if the loss is the *sum* over the samples. Then gradients are added over ranks, and not
+        averaged, as those of one process with all samples.
 
     Raises
     ------
@@ -131,9 +134,11 @@ class AutogradModel(TreeModel):
         loss: Callable[[Any, Any, Any], Any],
         parameters: Any,
         predict: Callable[[Any, Any], Any] | None = None,
+        *,
+        loss_is_sum: bool = False,
     ) -> None:
         optional_package("autograd", "AutogradModel", "autograd")
-        super().__init__(ParameterTree(parameters), loss, predict)
+        super().__init__(ParameterTree(parameters), loss, predict, loss_is_sum)
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -144,9 +149,10 @@ class AutogradModel(TreeModel):
             return 0.0, 0.0, None
         if loss is None:
             trace = self._traced(lambda tree: self._loss(tree, tree_of(x), tree_of(y)), "loss")
-            mean, samples = as_loss(trace.value, self), float(len(x))
+            value, factor = as_loss(trace.value, self), self._factor(x)
             # The cotangent has the shape of the loss, which may be (1,).
-            return mean * samples, samples, (trace, lambda: samples * np.ones_like(trace.value))
+            cotangent = np.full_like(trace.value, factor)
+            return value * factor, float(len(x)), (trace, lambda: cotangent)
         predict = self._known_predict()
         trace = self._traced(lambda tree: predict(tree, tree_of(x)), "predict")
         total, weight, saved = loss.forward(trace.value, y)

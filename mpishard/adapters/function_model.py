@@ -26,6 +26,9 @@ class FunctionModel(FlatVectorModel):
         Initial parameters, a floating-point vector of shape (n,).
     predict : callable, optional
         ``predict(theta, x)``, for the method `predict`.
+    loss_is_sum : bool
+        True if the loss is the *sum* over the samples. Then gradients are added over ranks, and not
+        averaged, as those of one process with all samples.
 
     Raises
     ------
@@ -41,6 +44,8 @@ class FunctionModel(FlatVectorModel):
         loss_and_gradient: Callable[[Array, Array, Array], tuple[float, Array]],
         initial_parameters: Any,
         predict: Callable[[Array, Array], Array] | None = None,
+        *,
+        loss_is_sum: bool = False,
     ) -> None:
         if not callable(loss_and_gradient):
             raise TypeError("loss_and_gradient must be fun(theta, x, y) -> (loss, gradient)")
@@ -62,6 +67,7 @@ class FunctionModel(FlatVectorModel):
             )
         self._function = loss_and_gradient
         self._predict = predict
+        self.loss_is_sum = loss_is_sum
         self._theta = theta
         self._entries = (ParameterEntry("parameters", theta.shape, 0),)
 

@@ -104,6 +104,9 @@ class JaxModel(TreeModel):
     predict : callable, optional
         ``predict(parameters, x)``, for the method `predict`, and for gradients of another loss. It
         is compiled, too.
+    loss_is_sum : bool
+        True if the loss is the *sum* over the samples. Then gradients are added over ranks, and not
+        averaged, as those of one process with all samples.
 
     Raises
     ------
@@ -135,9 +138,11 @@ class JaxModel(TreeModel):
         loss: Callable[[Any, Any, Any], Any],
         parameters: Any,
         predict: Callable[[Any, Any], Any] | None = None,
+        *,
+        loss_is_sum: bool = False,
     ) -> None:
         jax = optional_package("jax", "JaxModel", "jax")
-        super().__init__(JaxTree(parameters), loss, predict)
+        super().__init__(JaxTree(parameters), loss, predict, loss_is_sum)
         if jax.default_backend() != "cpu":
             raise RuntimeError(
                 "mpishard computes with JAX on the CPU, and JAX's default here is "
@@ -145,15 +150,15 @@ class JaxModel(TreeModel):
             )
 
         def loss_sum(tree: Any, x: Any, y: Any) -> tuple[Any, Any]:
-            mean = loss(tree, x, y)
-            if getattr(mean, "shape", None) != () or mean.dtype.kind != "f":
+            value = loss(tree, x, y)
+            if getattr(value, "shape", None) != () or value.dtype.kind != "f":
                 raise TypeError(
                     "loss(parameters, x, y) must return one float, the mean over samples; got "
-                    + (described(mean) if not hasattr(mean, "shape") else str(mean.aval))
+                    + (described(value) if not hasattr(value, "shape") else str(value.aval))
                 )
-            # The gradient is that of the sum over samples, which is summed over ranks and divided
-            # by the number of all samples later.
-            return mean * len(jax.tree_util.tree_leaves(x)[0]), mean
+            # The gradient is that of the sum over samples, which is summed over ranks and, for a
+            # mean, divided by the number of all samples later.
+            return value * self._factor(jax.tree_util.tree_leaves(x)[0]), value
 
         def pull_back(tree: object, x: object, cotangent: object) -> Any:
             assert predict is not None
@@ -200,8 +205,8 @@ class JaxModel(TreeModel):
             return 0.0, 0.0, None
         if loss is None:
             given = self._parameters, tree_of(x), tree_of(y)
-            (_, mean), gradients = self._differentiated(*given)
-            return float(mean) * len(x), float(len(x)), lambda: gradients
+            (_, value), gradients = self._differentiated(*given)
+            return float(value) * self._factor(x), float(len(x)), lambda: gradients
         total, weight, saved = loss.forward(self.predict(x), y)
         return (
             total,

@@ -146,7 +146,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     def compute_loss_and_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
     ) -> tuple[float, Array]:
-        """Return the mean loss, and its gradient of shape (parameter_count,)."""
+        """Return the mean loss, or the sum, and its gradient of shape (parameter_count,)."""
         self.check_input(x)
         require_plain(y)
         # Zeros, because a pass gives no gradient of parameters that it did not use.
@@ -161,13 +161,19 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         if weight == 0:
             return 0.0, full
         self.backward_pass(saved, receive)
-        full /= weight
-        return float(total / weight), full
+        divisor = 1.0 if self._sums(loss_function) else weight
+        full /= divisor
+        return float(total / divisor), full
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
     ) -> Array:
         return self.compute_loss_and_gradients(x, y, loss_function)[1]
+
+    def _sums(self, loss: ILossFunction | None) -> bool:
+        """Return True if ``loss``, by default the model's own, is a sum over samples."""
+        loss = loss or self.default_loss_function
+        return self.loss_is_sum if loss is None else loss.is_sum
 
 
 class TreeModel(PlacedVectorModel):
@@ -183,6 +189,8 @@ class TreeModel(PlacedVectorModel):
         ``loss(parameters, x, y)`` returns a scalar, the *mean* over the samples of x.
     predict : callable, optional
         ``predict(parameters, x)``, for the method `predict`, and for gradients of another loss.
+    loss_is_sum : bool
+        True if the loss is the sum over the samples of x.
 
     Raises
     ------
@@ -195,6 +203,7 @@ class TreeModel(PlacedVectorModel):
         tree: ParameterTree,
         loss: Callable[[Any, Any, Any], Any],
         predict: Callable[[Any, Any], Any] | None,
+        loss_is_sum: bool,
     ) -> None:
         if not callable(loss):
             raise TypeError(f"loss must be loss(parameters, x, y), got {type(loss).__name__}")
@@ -202,6 +211,7 @@ class TreeModel(PlacedVectorModel):
             raise TypeError(f"predict must be predict(parameters, x), got {type(predict).__name__}")
         self._loss = loss
         self._predict = predict
+        self._loss_is_sum = loss_is_sum
         self._tree = tree
         self._name = type(self).__name__
         self._entries = tree.entries
@@ -217,6 +227,10 @@ class TreeModel(PlacedVectorModel):
     @property
     def has_own_loss(self) -> bool:
         return True
+
+    @property
+    def loss_is_sum(self) -> bool:
+        return self._loss_is_sum
 
     def parameters_tree(self, vector: Array | None = None) -> Any:
         """Return a copy of the parameters in their tree.
@@ -277,8 +291,12 @@ class TreeModel(PlacedVectorModel):
         if len(x) == 0:
             return 0.0, 0.0
         # The sum over samples is returned, because ranks may have different numbers of samples.
-        mean = as_loss(self._loss(self._parameters, tree_of(x), tree_of(y)), self)
-        return mean * len(x), float(len(x))
+        value = as_loss(self._loss(self._parameters, tree_of(x), tree_of(y)), self)
+        return value * self._factor(x), float(len(x))
+
+    def _factor(self, x: Array) -> int:
+        """Return the number that makes a sum over samples of the loss of ``x``."""
+        return 1 if self._loss_is_sum else len(x)
 
     def _known_predict(self) -> Callable[[Any, Any], Any]:
         if self._predict is None:

@@ -57,6 +57,9 @@ class TorchModel(PlacedVectorModel):
     loss : callable or ILossFunction
         ``loss(output, y)`` returns a scalar tensor, the *mean* over samples, as
         ``torch.nn.functional.mse_loss`` does. Or a loss of `mpishard.nn`.
+    loss_is_sum : bool
+        True if the loss is the *sum* over the samples. Then gradients are added over ranks, and not
+        averaged, as those of one process with all samples.
 
     Raises
     ------
@@ -65,17 +68,30 @@ class TorchModel(PlacedVectorModel):
     TypeError
         If an argument is another one, or a parameter is not a plain strided tensor.
     ValueError
-        If the trained parameters are not all float32 or all float64, or a tensor is not on the CPU.
-        Nothing has changed then.
+        If ``loss_is_sum`` is given with a loss of `mpishard.nn`, which is a mean. If the trained
+        parameters are not all float32 or all float64, or a tensor is not on the CPU. Nothing has
+        changed then.
     ShardingError
         If the module is sharded already.
     """
 
-    def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
+    def __init__(
+        self,
+        module: Any,
+        loss: Callable[[Any, Any], Any] | ILossFunction,
+        *,
+        loss_is_sum: bool = False,
+    ) -> None:
         optional_package("torch", "TorchModel", "torch")
         if not isinstance(loss, ILossFunction) and not callable(loss):
             raise TypeError("loss must be loss(output, y), or a loss of mpishard.nn")
-        self._loss = loss if isinstance(loss, ILossFunction) else TorchLoss(loss)
+        if isinstance(loss, ILossFunction) and loss_is_sum:
+            raise ValueError(
+                f"loss_is_sum is for a function loss(output, y); {type(loss).__name__} is a mean"
+            )
+        if not isinstance(loss, ILossFunction):
+            loss = TorchLoss(loss, loss_is_sum=loss_is_sum)
+        self._loss = loss
         self._hold(module)
         self._name = type(module).__name__
         self._dtype = self._placed.dtype
@@ -293,10 +309,14 @@ def _beside_in(choices: Metadata) -> Document:
 
 
 class TorchLoss(ILossFunction):
-    """Loss of a PyTorch ``function(output, target)``, which returns a scalar, the samples' mean."""
+    """Loss of a PyTorch ``function(output, target)``, which returns a scalar, the samples' mean.
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+    With ``loss_is_sum`` it returns their sum.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], *, loss_is_sum: bool = False) -> None:
         self._function = function
+        self.is_sum = loss_is_sum
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
@@ -312,13 +332,14 @@ class TorchLoss(ILossFunction):
             output.requires_grad_(training)
             convert = functools.partial(_tensor, dtype=prediction.dtype)
             given = target.map(convert) if isinstance(target, Samples) else convert(target)
-            mean = self._function(output, given)
-        if not isinstance(mean, torch.Tensor) or mean.numel() != 1:
-            shape = f"a tensor of shape {tuple(mean.shape)}" if hasattr(mean, "shape") else mean
+            value = self._function(output, given)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shape = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else value
             raise TypeError(
                 f"loss(output, y) must return a scalar tensor, the mean over samples; got {shape}"
             )
-        return float(mean.detach()) * samples, float(samples), (output, mean * samples, None)
+        factor = 1 if self.is_sum else samples
+        return float(value.detach()) * factor, float(samples), (output, value * factor, None)
 
     def backward(self, saved: Saved) -> Array:
         import torch

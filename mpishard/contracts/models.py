@@ -22,7 +22,12 @@ Saved: TypeAlias = Any
 
 
 class ILossFunction(ABC):
-    """A loss as a weighted sum, so that the mean over ranks is exact for uneven batches."""
+    """A loss as a weighted sum, so that the mean over ranks is exact for uneven batches.
+
+    With ``is_sum`` the sum itself is the loss, and is not divided by the weights.
+    """
+
+    is_sum: bool = False
 
     @abstractmethod
     def forward(
@@ -45,6 +50,8 @@ class ILossFunction(ABC):
         """Return the gradient of the mean loss with respect to the prediction, in its shape."""
         _, weight, saved = self.forward(prediction, target)
         gradient = self.backward(saved)
+        if self.is_sum:
+            return gradient
         # On a GPU this waits for the sum. `forward` and `backward` do not.
         if counted := float(weight):
             gradient /= counted
@@ -54,7 +61,7 @@ class ILossFunction(ABC):
         """Return the mean loss: the sum divided by the weight; 0 if the weight is 0."""
         # Without `training` nothing is kept: no gradient follows.
         total, weight, _ = self.forward(prediction, target, training=False)
-        counted = float(weight)
+        counted = 1.0 if self.is_sum else float(weight)
         return float(total) / counted if counted else 0.0
 
 

@@ -20,6 +20,7 @@ from mpishard.models.engine.update import (
     pieces_to_write,
 )
 from mpishard.models.programs.placed_program import (
+    ArrivalPlan,
     Arrivals,
     IPlaceableModel,
     units_of_modules,

@@ -10,7 +10,8 @@ Loops: ``sharded.py`` has `shard`, which makes stores, and this rank's parts of 
 ``backward.py`` takes gradients from autograd. ``gathering.py`` gathers parameters if ranks share
 no memory. ``optimizer.py`` makes an optimizer of the parts, from PyTorch's or our own rules, with
 clipping and state dicts in PyTorch's form. It also records the steps that ``mpishard verify``
-compares. ``data.py`` loads batches and knows their epochs, ``world.py`` has the rank's backend.
+compares. ``lone_saves.py`` finds, at the first step, checkpoints that rank 0 would write alone.
+``data.py`` loads batches and knows their epochs, ``world.py`` has the rank's backend.
 ``files.py`` has checkpoints, and ``beside.py`` the state that they have beside arrays.
 The room imports PyTorch, optimizers, and the rooms before them.
 """

@@ -13,6 +13,7 @@ import torch
 from mpishard.base import Array, CollectiveMismatchError, ShardingError
 from mpishard.communication import ReductionOperation, called_as
 from mpishard.models import (
+    ArrivalPlan,
     Arrivals,
     BackwardPass,
     GradientStore,
@@ -53,11 +54,15 @@ class BackwardPasses:
         Gathered parameters, which are released after a pass.
     changes : Changes
         Changes of parameters, such as those in forward, which ranks compare after a pass.
+    scale : float
+        Factor of each rank's gradients in their sum over ranks.
 
     Attributes
     ----------
     syncs : bool
         True if passes reduce gradients; False inside `no_sync`.
+    scale : float
+        As above.
     part_of_step : ExitStack
         Open span of the trace: forward, backward or update.
     """
@@ -70,13 +75,15 @@ class BackwardPasses:
         buffers: Buffers,
         gathered: GatheredUnits | None,
         changes: Changes,
+        scale: float,
     ) -> None:
         self.syncs = True
+        self.scale = scale
         self.part_of_step = ExitStack()
         self._gradients = gradients
         self._layout = gradients.layout
         self._backend = gradients.backend
-        self._entries = entries
+        self._plan = ArrivalPlan(self._layout.units, entries, self._layout.frozen)
         self._parts = parts
         self._buffers = buffers
         self._gathered = gathered
@@ -100,15 +107,14 @@ class BackwardPasses:
 
         A rank without a gradient for the parameter takes part in the pass all the same.
         """
-        if self._has_raised():
+        if self._arrivals is not None and self._ending() is None:  # The last pass raised.
             self._drop_raised()
         if self._arrivals is None:
             self._begin()
-        if gradient is None:
-            return
-        assert self._arrivals is not None
-        self._flags[place] = 1
-        self._arrivals.receive(self._parts[place].index, gradient)
+        if gradient is not None:
+            assert self._arrivals is not None
+            self._flags[place] = 1
+            self._arrivals.receive(self._parts[place].index, gradient)
 
     def _begin(self) -> None:
         """Begin a backward pass, which has reached its first parameter."""
@@ -137,13 +143,7 @@ class BackwardPasses:
         gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
             self._go_on(live)
-        self._arrivals = Arrivals(
-            self._layout.units,
-            self._entries,
-            gradients,
-            self._layout.frozen,
-            scale=1 / self._backend.world_size,
-        )
+        self._arrivals = Arrivals(self._plan, gradients, self.scale)
 
     def _go_on(self, live: Sequence[bool]) -> None:
         """Prepare the store so that gradients are added to those of earlier passes.

@@ -54,6 +54,9 @@ class Buffers:
 
     def _tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the buffers that the module has now, by name; some may be None."""
+        # Names are made only if there are buffers: this is called in each step.
+        if not any(module._buffers for module in modules_of(self._module)):
+            return {}
         found = {
             f"{prefix}.{name}" if prefix else name: tensor
             for prefix, holder in self._module.named_modules()
@@ -70,9 +73,11 @@ class Buffers:
 
     def _checksum(self) -> int:
         # Of the values, because PyTorch does not count changes of ``buffer.data``.
-        checksum = zlib.crc32(repr(self._forms()).encode())
-        for tensor in self._present().values():
-            if _is_sendable(tensor):
+        tensors = self._tensors()
+        forms = {f"buffer {name!r}": form_of(tensor) for name, tensor in tensors.items()}
+        checksum = zlib.crc32(repr(forms).encode())
+        for tensor in tensors.values():
+            if tensor is not None and _is_sendable(tensor):
                 checksum = zlib.crc32(_bytes_of(tensor).data, checksum)
         return checksum
 
@@ -127,6 +132,17 @@ class Buffers:
         if has_changed:
             self.broadcast(backend)
         return has_changed
+
+
+def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the module and all modules in it, in any order, in less time than PyTorch's."""
+    found, waiting = {id(module): module}, [module]
+    while waiting:
+        for inner in waiting.pop()._modules.values():
+            if inner is not None and id(inner) not in found:
+                found[id(inner)] = inner
+                waiting.append(inner)
+    return list(found.values())
 
 
 _OWN = (

@@ -5,6 +5,7 @@ Their state dicts have PyTorch's own form: whole tensors, on every rank.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.base import Array, ShardingError, settings
+from mpishard.base import Array, CollectiveMismatchError, ShardingError, settings
 from mpishard.communication import CommunicationBackend, called_as, differences
 from mpishard.observe import span
 from mpishard.optimizers import (
@@ -31,6 +32,7 @@ from mpishard.optimizers import (
     missed_by,
 )
 from mpishard.torch.gradients import GradientPart, plain
+from mpishard.torch.lone_saves import warn_of_lone_saves
 from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict
 from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
@@ -179,8 +181,12 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: None = None) -> None:
-        """Update the parts that have a gradient. Collective."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parts that have a gradient, and return the closure's loss. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         rule, (group,) = self.rule, self.param_groups
         if not isinstance(rule.learning_rate, Constant):
             # A group has the key "initial_lr" if a scheduler of PyTorch changes it.
@@ -212,6 +218,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         unused = [part.entry.name for part in parts if part.tensor.grad is None]
         count_missed(unused, group["numbers"])
         group["steps"] += 1
+        return loss
 
     def _range(self, part: OwnedParameter) -> PieceViews:
         state = self.state[part.tensor]
@@ -238,14 +245,17 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
 
     It is an optimizer of the given ``torch.optim`` class, whose parameters are the parts that this
     rank owns. Schedulers, ``param_groups``, ``zero_grad`` and hooks work as usual. ``step()`` is
-    collective: it waits until all ranks have called it, and until all have updated.
+    collective: it waits until all ranks have called it, and until all have updated. The closure of
+    ``step(closure)`` returns the loss of this rank's batch; the optimizer gets the mean over ranks,
+    or the sum with ``loss_is_sum``.
     ``state_dict()`` is collective, too, and has PyTorch's own form: whole tensors, in the order of
     the parameters. ``load_state_dict()`` takes such a dict, also one of plain PyTorch.
 
     Parameters
     ----------
     kind : type or Optimizer
-        A class of ``torch.optim``, or a class with the same methods. Or a rule of
+        A class of ``torch.optim``, or a class with the same methods: with ``strategy="ddp"`` any,
+        such as LBFGS, and else one that updates each element alone. Or a rule of
         `mpishard.optimizers`, such as ``AdamW(1e-3)``, with its own clipping, decay groups and
         state. The learning rate of a rule is a schedule of its own, or a number that schedulers of
         PyTorch may change.
@@ -263,11 +273,10 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     Raises
     ------
     TypeError
-        If the class is not an optimizer or its steps need a closure, or a rule is given options or
-        searches along a line.
+        If the class is not an optimizer, or a rule is given options or searches along a line.
     ValueError
-        If there are no parameters, or the class uses whole matrices and a rank has only parts of
-        them: Adafactor and Muon need ``strategy="ddp"``.
+        If there are no parameters, or the class looks at parameters as a whole and a rank has only
+        parts of them: Adafactor, Muon, LBFGS and SAM need ``strategy="ddp"``.
     ShardingError
         If a parameter is not a trained parameter of a sharded model.
     """
@@ -279,12 +288,6 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
             raise TypeError(
                 f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
                 f"1e-3), got {shown}"
-            )
-        closure = inspect.signature(kind.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise TypeError(
-                f"the steps of {kind.__name__} need a closure, which computes the loss several "
-                "times a step; sharded models take optimizers that update once after a backward()"
             )
     parts: dict[int, OwnedParameter] = {}
     groups = _groups(parameters, parts)
@@ -308,7 +311,8 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     made.register_state_dict_post_hook(functools.partial(gather_states, parts))
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
-    made._mpishard_options = options
+    made._mpishard_options, made._mpishard_has_stepped = options, False
+    made._mpishard_checksum = None, 0
     # With this flag GradScaler calls step() on every rank, and `_before_step` refuses it. Without
     # it only the ranks whose own part has an infinity would skip the call, and the others wait.
     made._step_supports_amp_scaling = True
@@ -391,6 +395,8 @@ def _require_elementwise(
     owner = next((owner for owner in owners if owner.shards_state), None)
     if owner is None:
         return
+    if _needs_closure(kind):  # It compares losses, or takes products of all gradients.
+        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
     dtype = owner.parts[0].tensor.dtype
     values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
     whole = torch.nn.Parameter(values.clone())
@@ -407,14 +413,20 @@ def _require_elementwise(
                 half.grad = part.clone()  # An optimizer may change gradients in place.
             for one in tried:
                 one.step()
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}: {error}") from error
+    # An assertion is that of SAM's step() without a closure.
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}") from error
     if not torch.allclose(whole.detach().view(-1), torch.cat([h.detach() for h in halves])):
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
 
 
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 _NEEDS_WHOLE = (
-    "looks at parameters as a whole (rows, columns, or norms), and with "
+    "looks at parameters as a whole (rows, columns, norms or all at once), and with "
     'this strategy each rank updates a part of it; use strategy="ddp", or an optimizer '
     "that updates each element alone: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, "
     "RMSprop, Rprop, ASGD"
@@ -424,16 +436,14 @@ _NEEDS_WHOLE = (
 @called_as("optimizer.step()")
 def _before_step(
     owners: list[ShardedModule], made: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> None:
+) -> Any:
     """Check, before a step, that gradients are complete and all ranks have the same settings.
 
-    The hook is collective: after it no rank reads parameters. It also releases gathered units.
+    The hook is collective: after it no rank reads parameters. It also releases gathered units. With
+    a closure, which computes the gradients, it returns the arguments for `_Evaluation`.
     """
     # The first of args is the optimizer itself.
-    if any(value is not None for value in (*args[1:], *kwargs.values())):
-        raise TypeError(
-            "step() of a sharded model takes no closure: call backward() before it, on every rank"
-        )
+    closure = next((given for given in (*args[1:], *kwargs.values()) if given is not None), None)
     if hasattr(made, "found_inf"):
         # GradScaler sets these for one call, and deletes them only if the call raises no error.
         del made.found_inf, made.grad_scale
@@ -442,8 +452,14 @@ def _before_step(
             "change the scale, and leave steps out, on that rank alone. Nothing was updated; call "
             "optimizer.step() without a scaler: autocast to bfloat16 needs none"
         )
+    first = owners[0].backend
+    shards = first.world_size > 1 and any(owner.shards_state for owner in owners)
+    if shards and not made._mpishard_has_stepped and first.rank == 0:
+        warn_of_lone_saves(gathers=any(owner.gathered is not None for owner in owners))
+    made._mpishard_has_stepped = True
     for owner in owners:
-        owner.require_reduced("step()")
+        if closure is None:
+            owner.require_reduced("step()")
         owner.placed.require_placed()
         owner.free_gathered()
     chosen = [
@@ -465,20 +481,70 @@ def _before_step(
             f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
             "give every rank the same settings, and ReduceLROnPlateau the same value"
         )
-    for part in made._mpishard_parts.values():
-        gradient = part.tensor.grad
-        if type(gradient) is GradientPart:  # In a step the optimizer reads plain tensors.
-            gradient.__class__ = torch.Tensor
+    if closure is not None:
+        return (args[0], _Evaluation(owners, made, closure)), {}
+    _take_gradients(made)
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
+    return None
+
+
+def _take_gradients(made: torch.optim.Optimizer) -> None:
+    """Give the optimizer the gradients of its parts as plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for part in made._mpishard_parts.values():
+            gradient = part.tensor.grad
+            if type(gradient) is GradientPart:  # `_after_step` makes it one again.
+                gradient.__class__ = torch.Tensor
+
+
+class _Evaluation:
+    """The closure of a step: the loss is the mean over ranks, or the sum with ``loss_is_sum``.
+
+    A line search compares losses, and all ranks must see the same. Each call is collective.
+    """
+
+    def __init__(
+        self, owners: list[ShardedModule], made: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> None:
+        self._owners, self._made, self._closure = owners, made, closure
+        self._is_first = True
+
+    @called_as("optimizer.step(closure)")
+    def __call__(self) -> Any:
+        if not self._is_first:  # The optimizer has changed its parts since.
+            for owner in self._owners:
+                owner.share()
+        loss = self._closure()
+        for owner in self._owners:
+            owner.require_reduced("step(closure)")
+            owner.free_gathered()
+        _take_gradients(self._made)
+        if self._is_first:
+            record("gradients", self._made)
+        self._is_first = False
+        first = self._owners[0]
+        # Also without a loss: after it no rank reads parameters, which the optimizer changes now.
+        mine = torch.as_tensor(math.nan if loss is None else loss).detach()
+        own = mine.double().reshape(1).numpy()
+        total = first.backend.all_reduce(own, subject=first.layout.subject)
+        if loss is None:
+            return None
+        return torch.from_numpy(total).to(mine.dtype).reshape(mine.shape) * first.passes.scale
 
 
 def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
     """Return a checksum of the parameters in each group, in their order."""
-    parts = [part for _, part in numbered_parameters(made._mpishard_parts, made)]
     lengths = [len(group["params"]) for group in made.param_groups]
-    numbers = [(part.owner.layout.subject, part.index) for part in parts]
-    return zlib.crc32(repr((lengths, numbers)).encode())
+    ids = lengths, [id(tensor) for group in made.param_groups for tensor in group["params"]]
+    # Kept, because each step compares it, and seldom has other parameters than the last one.
+    known, checksum = made._mpishard_checksum
+    if known != ids:
+        parts = [made._mpishard_parts[number] for number in ids[1]]
+        numbers = [(part.owner.layout.subject, part.index) for part in parts]
+        checksum = zlib.crc32(repr((lengths, numbers)).encode())
+        made._mpishard_checksum = ids, checksum
+    return checksum  # type: ignore[no-any-return]
 
 
 def _refuse_other_parameters(
@@ -572,6 +638,8 @@ def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
         return frozenset()
     if isinstance(made, RuleOptimizer):
         return frozenset(made.rule.needed_state())
+    if _needs_closure(made.__class__):  # LBFGS keeps products and directions of all parameters.
+        return frozenset()
     names: set[str] = set()
     for group in made.param_groups:
         trial = torch.nn.Parameter(torch.ones(2))
@@ -616,7 +684,16 @@ def gather_states(
     owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
     if owner is not None:
         mine = np.array([_checksum_of_parameters(made)])
-        everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
+        try:
+            everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
+        except CollectiveMismatchError as error:
+            error.add_note(
+                "Each rank has a part of the optimizer's state: call it on every rank, and save on "
+                "rank 0:\n    state = optimizer.state_dict()\n"
+                "    if mst.rank() == 0: torch.save(state, path)\n"
+                "or call mst.save(path, model, optimizer) on every rank"
+            )
+            raise
         _refuse_other_parameters(everyone, made, owner.backend)
 
     def whole(part: OwnedParameter, key: str, value: Any) -> Any:
@@ -643,6 +720,6 @@ def slice_states(
         if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
             value = value.reshape(-1)[part.in_parameter]
         # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        return copy.deepcopy(value)
 
     return _changed_states(parts, made, state_dict, own)

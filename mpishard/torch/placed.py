@@ -14,7 +14,7 @@ from mpishard.base import Array, ShardingError, is_bfloat16
 from mpishard.communication import CommunicationBackend, called_as
 from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
-from mpishard.torch.buffers import Buffers, is_plain, some
+from mpishard.torch.buffers import Buffers, is_plain, modules_of, some
 from mpishard.torch.parameters import PlacedParameter, StoredParameter, native_gradient
 
 
@@ -182,8 +182,11 @@ class PlacedModule:
                     "call module.to(), .half(), load_state_dict(assign=True) and the like before "
                     "the module is sharded"
                 )
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in trained:
+        for parameter in [p for m in modules_of(self.module) for p in m._parameters.values()]:
+            if parameter is None or id(parameter) in trained:
+                continue
+            if parameter.requires_grad and parameter.numel():
+                name = next(n for n, p in self.module.named_parameters() if p is parameter)
                 raise ShardingError(
                     f"parameter {name!r} was frozen, or not in the module, when mpishard was given "
                     "it, and requires a gradient now: no rank would reduce, update or save it. "
@@ -345,5 +348,6 @@ def _take_gradient(take: Callable[[Array | None], None], parameter: torch.Tensor
         # NumPy has no sparse arrays, and sums of 16-bit numbers would lose digits.
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.float() if gradient.itemsize == 2 else gradient
-        gradient = gradient.detach().reshape(-1).numpy()
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient = gradient.numpy().reshape(-1)
     take(gradient)

@@ -72,7 +72,7 @@ class ShardedModule(Uncopied):
         The ranks.
     minimum_unit_size : int
         Minimum number of elements of a unit: see `mpishard.sharding.build_units`.
-    precision : str, optional
+    precision, loss_is_sum
         As in `shard`.
 
     Attributes
@@ -96,6 +96,8 @@ class ShardedModule(Uncopied):
         backend: CommunicationBackend,
         minimum_unit_size: int,
         precision: str | None,
+        *,
+        loss_is_sum: bool,
     ) -> None:
         self.module = module
         self.strategy = strategy
@@ -109,7 +111,7 @@ class ShardedModule(Uncopied):
         self.entries = self.placed.entries
         self.placement = Placement.whole(self.entries)
         self.units = units_of_modules(self.entries, minimum_unit_size)
-        self._require_same_on_all_ranks(precision)
+        self._require_same_on_all_ranks(f"{precision} {loss_is_sum}")
         reuse_freed_memory()
         self.ledger = MemoryLedger()
         # No gradient is allocated for a unit that trains nothing, and none is reduced.
@@ -151,14 +153,15 @@ class ShardedModule(Uncopied):
             self.placed.buffers,
             self.gathered,
             Changes(stored, backend, subject),
+            1.0 if loss_is_sum else 1 / backend.world_size,
         )
         # The stack has the open span of the present step, which a trace shows.
         self._step, self._updates = ExitStack(), 0
 
-    def _require_same_on_all_ranks(self, precision: str | None) -> None:
+    def _require_same_on_all_ranks(self, options: str) -> None:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         beside = {repr(name): form_of(tensor) for name, tensor in tensors}
-        structure = f"{self.strategy} {precision} {self.units} {self.entries} {beside}"
+        structure = f"{self.strategy} {options} {self.units} {self.entries} {beside}"
         # Ranks compare a checksum, because the text has an entry for every parameter.
         mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
         everyone = self.backend.all_gather(np.array([mine]))
@@ -170,8 +173,8 @@ class ShardedModule(Uncopied):
             differing = differences(self.backend, beside)
             raise ValueError(
                 f"every rank must shard the same module with the same strategy: {rows} (names, "
-                "shapes, dtypes, also of buffers, what requires a gradient, strategy, precision or "
-                f"minimum_unit_size differ){differing and f'; by rank, {differing}'}"
+                "shapes, dtypes, also of buffers, what requires a gradient, strategy, precision, "
+                f"loss_is_sum or minimum_unit_size differ){differing and f'; by rank, {differing}'}"
             )
 
     def _make_parameters(self, policy: Policy, precision: str | None) -> None:
@@ -246,6 +249,14 @@ class ShardedModule(Uncopied):
             self.gathered.release()
 
     def publish(self) -> None:
+        """Share the parameters at the end of a step. Collective."""
+        self.share()
+        self.passes.part_of_step.close()
+        self._step.close()
+        self._updates += 1
+        self._step.enter_context(step_span(self._updates))
+
+    def share(self) -> None:
         """Make the parameters that each rank has updated visible to all ranks. Collective."""
         if self.shards_state:
             self.parameters.publish(self.passes.trained_pieces())
@@ -253,10 +264,6 @@ class ShardedModule(Uncopied):
             # With ddp each rank has updated all parameters, and nothing has to be sent.
             self.parameters.changed()
         self.gradients.finish()
-        self.passes.part_of_step.close()
-        self._step.close()
-        self._updates += 1
-        self._step.enter_context(step_span(self._updates))
 
 
 def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: Array | None) -> None:
@@ -300,6 +307,7 @@ def shard(
     *,
     minimum_unit_size: int = 1 << 16,
     precision: Literal["bfloat16"] | None = None,
+    loss_is_sum: bool = False,
 ) -> Any:
     """Shard a module in place, without a change of the training loop around it. Collective.
 
@@ -324,6 +332,9 @@ def shard(
         rank). Their owners keep float32 values, which optimizers and `save` use. Gradients are
         reduced, and floating-point inputs rounded, as in FSDP2's mixed precision. Outputs are
         bfloat16.
+    loss_is_sum : bool
+        True if the loss is a sum over this rank's samples, and not their mean. Gradients are then
+        added over ranks, and not averaged, so that ranks may have any numbers of samples.
 
     Returns
     -------
@@ -357,7 +368,9 @@ def shard(
     if precision not in (None, "bfloat16"):
         raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
-    sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
+    sharded = ShardedModule(
+        module, strategy, backend, minimum_unit_size, precision, loss_is_sum=loss_is_sum
+    )
     # Not by setattr(), which torch.nn.Module overrides.
     module.__dict__[_ATTRIBUTE] = sharded
     # Only a traced run has these hooks, because they cost time in each forward pass.

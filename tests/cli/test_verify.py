@@ -131,7 +131,7 @@ WRONG = {
     ),
     "no mean": (
         lambda rank: Problem(_sums(), *data()),
-        "step 1: each rank's gradient of its own samples is right, and the update is not",
+        "step 1: the loss is a sum over samples, because the gradient of a batch is the sum of",
     ),
 }
 

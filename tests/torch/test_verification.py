@@ -57,6 +57,10 @@ def train(backend: Any, name: str, strategy: str, fault: str = "") -> None:
         parameter = list(model.parameters())[-1]
         if fault == "gradient" and step == 1 and backend.rank == 1:
             parameter.grad.as_subclass(torch.Tensor)[-1] += 1e-7
+        if fault == "sum":
+            optimizer.zero_grad()
+            x, y = nets.mine(backend, nets.batch(name))
+            ((model(x) - y) ** 2).sum().backward()
         if fault == "none" and backend.world_size > 1:
             parameter.grad = None
         if fault == "rate" and step == 2:
@@ -111,6 +115,7 @@ def test_all_parts_of_all_ranks_are_compared(name, strategy, tmp_path, monkeypat
     [
         ("gradient", (2, "gradients")),
         ("none", (1, "gradients")),
+        ("sum", (1, "gradients")),
         ("rate", (3, "parameters")),
     ],
 )
@@ -119,6 +124,8 @@ def test_the_first_wrong_step_is_named(fault, expected, tmp_path, monkeypatch):
     assert found.first_difference() == expected
     assert found.lines()[0].startswith(f"step {expected[0]}, rank ")
     assert found.lines()[1].startswith("DIFFERENT: ")
+    is_named = "the gradient is 1/3 of that of one rank, in every parameter" in found.lines()[0]
+    assert is_named == (fault == "sum")
 
 
 def test_updates_by_rounding_noise_are_left_out(tmp_path):

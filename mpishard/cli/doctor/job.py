@@ -93,10 +93,10 @@ def measure_hosts(
     cause, fix : str
         The cause of the failure, and the command that fixes it.
     """
-    passed_on = [*settings.forwarded_variables(), *_VARIABLES, *variables]
+    passed_on = [*settings.forwarded_variables(), *RANK_VARIABLES, *variables]
     program = [sys.executable, "-m", "mpishard.cli.doctor.job", _HOSTS]
     command = launcher.command(len(hosts), program, hosts=hosts, variables=passed_on)
-    answer = ask(command, _LIMIT_SECONDS["hosts"], {**_VARIABLES, **variables})
+    answer = ask(command, _LIMIT_SECONDS["hosts"], {**RANK_VARIABLES, **variables})
     if answer.code == 0 and answer.found is not None:
         return answer.found, "", ""
     cause = why_it_failed(answer, command)

@@ -151,6 +151,10 @@ def default_tolerance(dtype: str) -> float:
 
 # ------------------------------------------------------------------------------ steps of a script
 
+_SUM = (
+    "step {step}, rank {rank}: the gradient is 1/{ranks} of that of one rank, in every parameter. "
+    "So the loss is a sum over samples: pass loss_is_sum=True to mst.shard"
+)
 _CAUSES = {
     "gradients": "step {step}, rank {rank}: the mean gradient of the ranks is not that of one "
     "rank. Does each rank get its part of the batch of one process, and all equally many samples "
@@ -218,6 +222,7 @@ def compare_steps(alone: Recording, on_ranks: Recording, tolerance: float | None
     numbers = {name: i for i, (name, _, _) in enumerate(first)}
     errors = {kind: np.zeros((on_ranks.ranks, steps + 1, len(numbers))) for kind in _CAUSES}
     is_signal = [np.ones(whole.shape, bool) for _, _, whole in first]
+    is_part = True  # of a gradient: all of it over the number of ranks, as of a loss that is a sum
     for step in range(1, steps + 1):
         # One step at a time, because all steps of a large model would not fit into memory.
         whole = {kind: [piece for _, _, piece in alone.pieces(kind, step)] for kind in _CAUSES}
@@ -232,16 +237,21 @@ def compare_steps(alone: Recording, on_ranks: Recording, tolerance: float | None
                 expected, keep = whole[kind][i][own], is_signal[i][own]
                 if kind == "gradients":
                     error = relative_error(piece, expected, largest)
+                    multiple = np.multiply(piece, on_ranks.ranks)
+                    is_part &= step > 1 or relative_error(multiple, expected, largest) <= limit
                 else:
                     error = relative_error(piece[keep], expected[keep])
                 # A rank may have several pieces of one parameter.
                 at[i] = max(at[i], error)
+    causes = _CAUSES
+    if is_part and on_ranks.ranks > 1:
+        causes = causes | {"gradients": _SUM.replace("{ranks}", str(on_ranks.ranks))}
     return Comparison(
         # Names of further models in one optimizer keep a number.
         labels=[(name.removeprefix("0/"),) for name in numbers],
         errors=errors,
         limits=dict.fromkeys(_CAUSES, limit),
         columns={"gradient": "gradients", "value": "parameters"},
-        causes=_CAUSES,
+        causes=causes,
         dtype=dtype,
     )

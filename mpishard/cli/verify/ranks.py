@@ -46,6 +46,11 @@ _TOGETHER = (
     "of a process alone (worst {name}). Does a layer compute statistics of the whole batch, or "
     "depend on its rank? If not, the fault is mpishard's"
 )
+_SUM = (
+    "step {step}: the loss is a sum over samples, because the gradient of a batch is the sum of "
+    "those of its parts: make the model with loss_is_sum=True, or give a model of your own an "
+    "attribute of this name"
+)
 _REPEATED = (
     "every rank computed all of its batch, because the model is a black box. A model of layers, an "
     "ILayeredModel (mpishard.nn), is computed in parts"
@@ -100,12 +105,15 @@ def compare(
     if job.precision and job.tolerance is None:
         of_gradients, tolerance = rounding_bounds(problem.model)
     limits = {"data": 0.0, "copies": 0.0, "own gradients": of_gradients}
+    causes = _CAUSES | {"own gradients": _TOGETHER} if is_divided else _CAUSES
+    if reference.adds_up and not model.engine.sums_loss:
+        causes = causes | {"parameters": _SUM}
     return Comparison(
         labels=[(entry.name, str(entry.shape)) for entry in entries],
         errors={kind: backend.all_gather(errors[None]) for kind, errors in mine.items()},
         limits=dict.fromkeys(mine, tolerance) | limits,
         columns={"error": "parameters"},
-        causes=_CAUSES | {"own gradients": _TOGETHER} if is_divided else _CAUSES,
+        causes=causes,
         dtype=job.precision or start.dtype.name,
         note=_REPEATED if is_shared and not is_divided else "",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mpishard.base import Array
+from mpishard.cli.verify.comparison import relative_error
 from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import Problem, TargetError, build_problem, load_factory
 from mpishard.cli.verify.textbook import Textbook
@@ -29,6 +30,7 @@ _OF_LAYERS = (
     "schedule", "micro_batch_count", "partition_strategy", "checkpoint_config", "sequence_parallel",
 )  # fmt: skip
 """Options of models of layers."""
+_ROUNDING = 1e-4  # of float32, in sums of gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,9 @@ class Reference:
         For the last batch, after training; of size 0 if the model has no ``predict``.
     trained : Array
         False for elements of frozen parameters, shape (length,); their gradients do not count.
+    adds_up : Array
+        True if the first gradient is the sum of those of the data ranks' parts, as that of a loss
+        that is a sum; shape ().
     """
 
     parameters: Array
@@ -58,6 +63,7 @@ class Reference:
     inputs: Array
     predictions: Array
     trained: Array
+    adds_up: Array
 
     def write(self, folder: Path) -> None:
         """Write the arrays to ``folder``, for `read`."""
@@ -84,6 +90,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     theta = model.get_parameters().copy()
     textbook = Textbook(problem.optimizer, problem.entries(theta.size))
     parameters, losses, gradients, inputs = [theta], [], [], []
+    adds_up = False
     for step in range(job.steps):
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
         # They detect a factory that gives the ranks other data.
@@ -105,6 +112,9 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         if not np.isfinite(g).all() or math.isinf(loss):
             text = "is not finite\nlower the learning rate, or look at the data"
             raise TargetError(f"step {step + 1} of training alone: the loss or its gradient {text}")
+        if step == 0 and job.data_size > 1:
+            error = relative_error(np.sum(gradients[0], axis=0) * textbook.trained, g, 0.0)
+            adds_up = bool(g.any()) and error < _ROUNDING
         theta = textbook.update(theta, loss, g, step, evaluate)
         # A line search has left the model at its last trial.
         model.set_parameters(theta.copy())
@@ -112,7 +122,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         losses.append(loss)
     last = take(problem.x, job.batch(job.steps - 1, len(problem.x)))
     found = (parameters, losses, gradients, inputs, _predict(model, last), textbook.trained)
-    return Reference(*map(np.array, found))
+    return Reference(*map(np.array, (*found, adds_up)))
 
 
 def fitted(job: VerifyJob, problem: Problem) -> VerifyJob:

@@ -88,7 +88,7 @@ class Engine:
         self._gradient = 0  # number of the gradient in the store: see `gradient_identity`
         self.record = TrainingRecord()
         self.has_warned_of_unsaved_attributes = False  # a black box's first checkpoint warns once
-        self.computed: tuple[Array, float, float] | None = None
+        self.computed: tuple[Array, float, float, ILossFunction | None] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
         self._is_on_gpu = parameters.layout.device.is_gpu
@@ -212,6 +212,11 @@ class Engine:
             passes = self.passes if self.config.auto_sync_gradients else OwnPasses(self)
         # Outside of the block below: a refused call leaves an open round as it was.
         passes.require(self)
+        if self.sums_loss and passes.are_of_replicas:
+            raise ValueError(
+                "loss_is_sum=True adds the gradients of all ranks, and here each replica updates "
+                "with its own or exchanges them: give a loss that is a mean over the rank's batch"
+            )
         try:
             if self.replica.is_on_mesh:
                 self.replica.require_one_batch(
@@ -310,8 +315,8 @@ class Engine:
     def report(self, total: float, weight: float, squared: float) -> StepReport:
         """Return the report of summed losses and weights, and the summed gradient's squares."""
         # The norm of the mean gradient is reported and clipped, not that of the sum.
-        norm = math.sqrt(squared) / weight if weight else 0.0
-        return StepReport(self.mean(total, weight), weight, norm)
+        norm = math.sqrt(squared) / self.divisor(weight) if weight else 0.0
+        return StepReport(self.mean(total, weight), weight, norm, is_sum=self.sums_loss)
 
     def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
         """Return zeros for an optimizer's state: one for each element of ``pieces``."""
@@ -350,9 +355,21 @@ class Engine:
         """True if steps compute a loss; a black box may compute only its gradient."""
         return self.loss is not None or self.program.has_own_loss
 
-    def mean(self, total: float, weight: float) -> float:
-        """Return the mean loss; NaN if a black box computes no loss, or all weights are 0."""
-        return total / weight if self.knows_loss and weight > 0 else math.nan
+    @property
+    def sums_loss(self) -> bool:
+        """True if the loss is a sum over samples, whose gradient is not divided."""
+        return self.program.sums(self.loss)
+
+    def divisor(self, weight: float, loss: ILossFunction | None = None) -> float:
+        """Return the number by which the sum of a loss and its gradient are divided."""
+        return 1.0 if self.program.sums(loss or self.loss) else weight
+
+    def mean(self, total: float, weight: float, loss: ILossFunction | None = None) -> float:
+        """Return the mean loss, or the sum if the loss is one.
+
+        NaN if a black box computes no loss, or all weights are 0.
+        """
+        return total / self.divisor(weight, loss) if self.knows_loss and weight > 0 else math.nan
 
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:

@@ -50,8 +50,8 @@ def local_gradient(
     full = program.vector.assemble(full, layout)
     # An empty batch has no mean: its zeros count with weight 0 when gradients are averaged.
     if weight:
-        full /= weight
-    engine.computed = full, total, weight
+        full /= engine.divisor(weight, loss)
+    engine.computed = full, total, weight, loss
     return full
 
 
@@ -67,15 +67,15 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     if engine.computed is None:
         return None
     # Forgotten at once: averaged twice, it would be weighted by all samples of all ranks.
-    (full, loss, weight), engine.computed = engine.computed, None
+    (full, total, weight, loss), engine.computed = engine.computed, None
     ranks, subject = engine.replica.sample_group, engine.layout.subject
-    total, total_weight = map(float, ranks.all_reduce(np.array([loss, weight]), subject=subject))
-    # Ranks have means over different numbers of samples: each is weighted by its own.
-    full *= weight
+    total, total_weight = map(float, ranks.all_reduce(np.array([total, weight]), subject=subject))
+    # Ranks have means over different numbers of samples: each is weighted by its own. Sums are not.
+    full *= engine.divisor(weight, loss)
     ranks.all_reduce(full, subject=subject)
     if total_weight:
-        full /= total_weight
-    return engine.mean(total, total_weight), total_weight, full
+        full /= engine.divisor(total_weight, loss)
+    return engine.mean(total, total_weight, loss), total_weight, full
 
 
 def global_gradient(engine: Engine, x: Data, y: Data) -> tuple[float, Array]:

@@ -81,6 +81,8 @@ class Passes:
     are_exact : bool
         Whether the gradients are the sums of this step's, so that those of parameters that no pass
         has used are 0.
+    are_of_replicas : bool
+        Whether replicas update by gradients of their own, or exchange them in another form.
     """
 
     store: GradientStore
@@ -88,6 +90,7 @@ class Passes:
     user: str | None = None
     is_late = False
     are_exact = True
+    are_of_replicas = False
 
     def __init__(self, make_store: Callable[[StoreLayout], GradientStore]) -> None:
         # Kept, because a change of the frozen parameters needs a store with other units.
@@ -191,6 +194,8 @@ class OwnPasses(Passes):
     They communicate nothing, and the report is about this rank's samples. They add to the store of
     the engine's passes.
     """
+
+    are_of_replicas = True
 
     def __init__(self, engine: Engine) -> None:
         # The same memory: a user may switch between synchronised steps and steps alone.

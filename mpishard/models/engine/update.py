@@ -66,13 +66,20 @@ class StepReport:
     before clipping, None for a step that only accumulated. With `LocalSGDOptimizer` it is the norm
     of this rank's replica; with ``auto_sync_gradients=False`` all three are of its own samples.
     ``unused`` has the names of the trained parameters to which no rank's pass gave a gradient, as
-    a module of PyTorch may: rules leave them out.
+    a module of PyTorch may: rules leave them out. With ``is_sum`` the loss and its gradient are
+    sums over all samples and not means, as `Engine.sums_loss` says.
     """
 
     loss: float
     weight: float
     gradient_norm: float | None
     unused: frozenset[str] = frozenset()
+    is_sum: bool = False
+
+    @property
+    def divisor(self) -> float:
+        """Number by which the sum of the gradients is divided."""
+        return 1.0 if self.is_sum else self.weight
 
 
 @dataclass(slots=True)
@@ -332,7 +339,7 @@ class Update:
     """The input of an update rule for one owned piece.
 
     ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
-    over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
+    over samples, to be divided by ``report.divisor``. It is read-only: other ranks may read
     the same memory.
     """
 
@@ -346,10 +353,10 @@ Rule = Callable[[list[Update], StepReport], None]
 
 
 def descent(rate: float) -> Rule:
-    """Plain gradient descent on the mean loss."""
+    """Plain gradient descent on the loss."""
 
     def descend(updates: list[Update], report: StepReport) -> None:
-        scale = rate / report.weight
+        scale = rate / report.divisor
         for update in updates:
             parameters, gradients = update.parameters, update.gradients
             # In chunks, because the product would be a temporary array as large as the gradient.

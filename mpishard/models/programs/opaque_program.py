@@ -32,7 +32,8 @@ class OpaqueProgram(WholeProgram):
     """A model known by its flat vector and its gradient alone: one unit, one call.
 
     The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
-    scaled by their number, so that uneven batches average as they should.
+    scaled by their number, so that uneven batches average as they should. If the object has the
+    attribute ``loss_is_sum``, and it is True, the gradient is that of a sum.
 
     Parameters
     ----------
@@ -89,6 +90,11 @@ class OpaqueProgram(WholeProgram):
     @property
     def has_own_loss(self) -> bool:
         return hasattr(self._model, "compute_loss_and_gradients")
+
+    def sums(self, loss: ILossFunction | None) -> bool:
+        if loss is None or loss is self.default_loss:
+            return bool(getattr(self._model, "loss_is_sum", False))
+        return super().sums(loss)
 
     def fill(self, start: int, out: Array) -> None:
         copy_into(out, as_array(self._model.get_parameters())[start : start + int(out.size)])
@@ -147,14 +153,17 @@ class OpaqueProgram(WholeProgram):
             raise TypeError(
                 f"{name_of(self._model)} returned a gradient of {gradient.dtype}; it must be real"
             )
-        return as_loss(mean, self._model) * len(x), float(len(x)), (gradient, len(x))
+        # The mean, or the sum, of the loss and its gradient: the factor makes sums of them.
+        factor = 1 if self.sums(loss) else len(x)
+        return as_loss(mean, self._model) * factor, float(len(x)), (gradient, factor)
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Data) -> tuple[float, float]:
         """Do as `Program.measure`, also for a loss that is any function that returns a mean."""
         if hasattr(loss, "forward"):
             return super().measure(loss, prediction, y)
         samples = len(prediction if y is None else y)
-        return as_loss(loss(prediction, y), self._model) * samples, float(samples)
+        factor = 1 if self.sums(loss) else samples
+        return as_loss(loss(prediction, y), self._model) * factor, float(samples)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         (unit,) = self.units
@@ -164,11 +173,11 @@ class OpaqueProgram(WholeProgram):
             if is_empty:
                 target.fill(0)
         elif is_empty:
-            gradient, samples = saved
-            array_namespace(target).multiply(beside(gradient, target), samples, out=target)
+            gradient, factor = saved
+            array_namespace(target).multiply(beside(gradient, target), factor, out=target)
         else:
-            gradient, samples = saved
-            target += beside(gradient, target) * samples
+            gradient, factor = saved
+            target += beside(gradient, target) * factor
         # Also without samples: other ranks wait in this reduction.
         gradients.reduce(unit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Self
 
@@ -124,6 +124,11 @@ class IPlaceableModel(ABC):
         """True if the model has a loss of its own: see `own_loss`."""
         return False
 
+    @property
+    def loss_is_sum(self) -> bool:
+        """True if the model's own loss is a sum over samples."""
+        return False
+
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         """Return sum and weight of the model's own loss, without saving anything."""
         raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
@@ -162,6 +167,7 @@ class PlacedProgram(WholeProgram):
     """
 
     _model: IPlaceableModel
+    _plan: ArrivalPlan | None = None
 
     def __init__(self, model: IPlaceableModel, config: ShardingConfiguration) -> None:
         self._use(model)
@@ -190,6 +196,9 @@ class PlacedProgram(WholeProgram):
     @property
     def has_own_loss(self) -> bool:
         return self._model.has_own_loss
+
+    def sums(self, loss: ILossFunction | None) -> bool:
+        return self._model.loss_is_sum if loss is None else super().sums(loss)
 
     def fill(self, start: int, out: Array) -> None:
         self._model.fill_parameters(start, out)
@@ -231,7 +240,9 @@ class PlacedProgram(WholeProgram):
         return self._model.forward_pass(batch.x, batch.y, batch.loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
-        arrivals = Arrivals(self.units, self.entries, gradients, self.frozen_units)
+        if self._plan is None or self._plan.without_gradient != self.frozen_units:
+            self._plan = ArrivalPlan(self.units, self.entries, self.frozen_units)
+        arrivals = Arrivals(self._plan, gradients)
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)
         if self.used is not None:
@@ -240,73 +251,91 @@ class PlacedProgram(WholeProgram):
         arrivals.finish()
 
 
-class Arrivals:
-    """Gradients of one backward pass, on their way to the store.
-
-    Units are reduced from the last to the first. A gradient of an earlier unit waits for the unit's
-    turn, so that the store has only one unit open at a time.
+class ArrivalPlan:
+    """The entries of each unit, which the backward passes of a model have in common.
 
     Parameters
     ----------
     units, entries : tuple
         Units and parameters of the flat vector.
-    gradients : GradientStore
-        The store.
     without_gradient : frozenset of int
         Indices of the units without a trained parameter.
-    scale : float
-        Factor of all gradients.
-
-    Attributes
-    ----------
-    names : set of str
-        Names of the parameters whose gradients have come.
     """
 
     def __init__(
         self,
         units: tuple[Unit, ...],
         entries: tuple[ParameterEntry, ...],
-        gradients: GradientStore,
         without_gradient: frozenset[int],
-        scale: float = 1.0,
     ) -> None:
-        self.names: set[str] = set()
-        self._scale = scale
-        self._without_gradient = without_gradient
-        self._units = units
-        self._entries = entries
-        self._gradients = gradients
-        self._unit_of: list[int] = []
-        self._missing: list[set[int]] = []
-        self._untrained: list[list[int]] = []
+        self.units = units
+        self.entries = entries
+        self.without_gradient = without_gradient
+        self.unit_of: list[int] = []
+        self.ranges: list[slice] = []  # of each entry, in its unit
+        self.trained: list[frozenset[int]] = []
+        self.untrained: list[list[int]] = []
         for unit in units:
-            first = len(self._unit_of)
-            inside = unit.entries_of(entries)
-            self._unit_of += [unit.index] * len(inside)
-            numbered = list(enumerate(inside, start=first))
+            numbered = list(enumerate(unit.entries_of(entries), start=len(self.unit_of)))
+            self.unit_of += [unit.index] * len(numbered)
+            self.ranges += [slice(e.start - unit.start, e.stop - unit.start) for _, e in numbered]
             # Autograd gives no gradient to a parameter that is not trained: none is waited for.
-            self._missing.append({index for index, entry in numbered if entry.trainable})
-            self._untrained.append([index for index, entry in numbered if not entry.trainable])
-        self._waiting: list[list[tuple[int, Array]]] = [[] for _ in units]
-        self._turn = len(units) - 1
+            self.trained.append(frozenset(i for i, entry in numbered if entry.trainable))
+            self.untrained.append([i for i, entry in numbered if not entry.trainable])
+
+
+_SMALL = 4096  # elements of a gradient that waits for its unit: a call of NumPy costs more
+
+
+class Arrivals:
+    """Gradients of one backward pass, on their way to the store.
+
+    Units are reduced from the last to the first. A gradient of an earlier unit waits for the unit's
+    turn, so that the store has only one unit open at a time. Small gradients wait until their unit
+    is complete, and are written together.
+
+    Parameters
+    ----------
+    plan : ArrivalPlan
+        The units and their parameters.
+    gradients : GradientStore
+        The store.
+    scale : float
+        Factor of all gradients.
+    """
+
+    def __init__(self, plan: ArrivalPlan, gradients: GradientStore, scale: float = 1.0) -> None:
+        self._plan = plan
+        self._scale = scale
+        self._gradients = gradients
+        self._missing = [set(trained) for trained in plan.trained]
+        self._waiting: list[dict[int, Array]] = [{} for _ in plan.units]
+        self._turn = len(plan.units) - 1
         self._open: tuple[Array, bool] | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters whose gradients have come."""
+        pairs = zip(self._plan.trained, self._missing, strict=True)
+        return {self._plan.entries[i].name for all_of, missing in pairs for i in all_of - missing}
 
     def receive(self, index: int, gradient: Array) -> None:
         """Take the gradient of a parameter, and reduce the units that are complete."""
-        unit = self._unit_of[index]
+        unit = self._plan.unit_of[index]
+        missing = self._missing[unit]
         # A second gradient would come after its unit was reduced, and be lost.
-        if index not in self._missing[unit]:
+        if index not in missing:
             raise ShardingError(
-                f"parameter {self._entries[index].name!r} got two gradients in one backward pass; "
-                "where it is used by several checkpointed parts, pass use_reentrant=False to "
+                f"parameter {self._plan.entries[index].name!r} got two gradients in one backward "
+                "pass; where it is used by several checkpointed parts, pass use_reentrant=False to "
                 "torch.utils.checkpoint"
             )
-        self._missing[unit].remove(index)
-        self.names.add(self._entries[index].name)
-        self._waiting[unit].append((index, gradient))
+        missing.remove(index)
+        self._waiting[unit][index] = gradient
         # One unit after the other: autograd's order may differ between ranks, the order of
         # messages may not.
+        if unit != self._turn or (missing and gradient.size < _SMALL):
+            return
         while self._turn >= 0:
             self._write()
             if self._missing[self._turn]:
@@ -317,44 +346,65 @@ class Arrivals:
         """Reduce the units that are left; a parameter without a gradient adds nothing."""
         while self._turn >= 0:
             self._write()
-            if self._turn in self._without_gradient:
+            if self._turn in self._plan.without_gradient:
                 self._turn -= 1
                 continue
             target, is_new = self._opened()
             # The store does not clear memory: parts that were not written have old gradients.
             if is_new:
                 for index in self._missing[self._turn]:
-                    target[self._range_of(index)] = 0
+                    target[self._plan.ranges[index]] = 0
             self._reduce()
 
     def _opened(self) -> tuple[Array, bool]:
         if self._open is None:
-            self._open = target, is_new = self._gradients.target(self._units[self._turn])
+            self._open = target, is_new = self._gradients.target(self._plan.units[self._turn])
             if is_new:
-                for index in self._untrained[self._turn]:
-                    target[self._range_of(index)] = 0
+                for index in self._plan.untrained[self._turn]:
+                    target[self._plan.ranges[index]] = 0
         return self._open
 
     def _write(self) -> None:
-        if self._turn in self._without_gradient:
-            self._waiting[self._turn].clear()
-        for index, gradient in self._waiting[self._turn]:
-            target, is_new = self._opened()
+        waiting = self._waiting[self._turn]
+        if self._turn in self._plan.without_gradient:
+            waiting.clear()
+        if not waiting:
+            return
+        target, is_new = self._opened()
+        for place, gradient in self._runs(waiting):
             if is_new:
-                np.multiply(gradient, self._scale, out=target[self._range_of(index)])
+                np.multiply(gradient, self._scale, out=target[place])
             else:
-                target[self._range_of(index)] += gradient * self._scale
-        self._waiting[self._turn].clear()
+                target[place] += gradient * self._scale
+        waiting.clear()
+
+    def _runs(self, waiting: dict[int, Array]) -> Iterator[tuple[slice, Array]]:
+        """Yield place and values of gradients; small ones that lie end to end as one."""
+        ranges = self._plan.ranges
+        run: list[int] = []
+        for index in sorted(waiting):
+            is_small = waiting[index].size < _SMALL
+            if run and not (is_small and index == run[-1] + 1):
+                yield self._joined(run, waiting)
+                run = []
+            if is_small:
+                run.append(index)
+            else:
+                yield ranges[index], waiting[index]
+        if run:
+            yield self._joined(run, waiting)
+
+    def _joined(self, run: list[int], waiting: dict[int, Array]) -> tuple[slice, Array]:
+        first, last = self._plan.ranges[run[0]], self._plan.ranges[run[-1]]
+        if len(run) == 1:
+            return first, waiting[run[0]]
+        return slice(first.start, last.stop), np.concatenate([waiting[index] for index in run])
 
     def _reduce(self) -> None:
-        if self._turn not in self._without_gradient:
-            self._gradients.reduce(self._units[self._turn])
+        if self._turn not in self._plan.without_gradient:
+            self._gradients.reduce(self._plan.units[self._turn])
         self._open = None
         self._turn -= 1
-
-    def _range_of(self, index: int) -> slice:
-        entry, unit = self._entries[index], self._units[self._turn]
-        return slice(entry.start - unit.start, entry.stop - unit.start)
 
 
 def views_of_entries(

@@ -314,6 +314,10 @@ class Program(ABC):
         """True if `forward` returns a loss without being given a loss function."""
         return False
 
+    def sums(self, loss: ILossFunction | None) -> bool:
+        """True if ``loss``, or with None the model's own, is a sum over samples and no mean."""
+        return getattr(loss, "is_sum", False)
+
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         """Return outputs. The calls of the store do not depend on the number of samples."""

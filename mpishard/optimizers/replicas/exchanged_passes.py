@@ -154,6 +154,7 @@ class ExchangedPasses(Passes):
 
     exchange: SumExchange
     are_exact = False  # they may be those of an earlier step, or have errors of codes
+    are_of_replicas = True
 
     def __init__(
         self,

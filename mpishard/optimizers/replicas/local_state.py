@@ -63,6 +63,8 @@ class ReplicaPasses(Passes):
     add to the store of the engine's passes.
     """
 
+    are_of_replicas = True
+
     def __init__(self, engine: Engine) -> None:
         # Replicas of one rank reduce nothing.
         self._is_grouped = engine.replica.is_grouped

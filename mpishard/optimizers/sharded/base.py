@@ -252,7 +252,7 @@ class ShardedOptimizerBase(ShardedOptimizerMembers):
         state.last_gradient = None
         report = state.step(x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, model.engine.gradient_identity
+            state.last_gradient = report.divisor, model.engine.gradient_identity
         return report
 
     def settle(self) -> None:

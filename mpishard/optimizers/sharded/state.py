@@ -217,7 +217,7 @@ class ModelState(CheckpointState):
             learning_rate=rule.checked_rate(self.steps),
             # Gradients are sums over samples: the rule multiplies once, by the mean's and
             # clipping's factor together.
-            gradient_scale=rule.clip_factor(report.gradient_norm) / report.weight,
+            gradient_scale=rule.clip_factor(report.gradient_norm) / report.divisor,
             loss=report.loss,
             numbers=self.numbers,
             **self._owners,
@@ -227,14 +227,14 @@ class ModelState(CheckpointState):
     def mean_gradient(self) -> Array | None:
         """Return the rank's part of the last step's mean gradient; None if it is gone."""
         engine = self.model.engine
-        weight, gradient = self.last_gradient or (0.0, None)
+        divisor, gradient = self.last_gradient or (0.0, None)
         # Numbers of the gradient: the store may have been written, or summed again, since.
         if gradient != engine.gradient_identity:
             return None
         gradients = engine.gradients.owned(engine.pieces.owned)
         if not gradients:
             return np.zeros(0, self.model.dtype)
-        return array_namespace(gradients[0]).concatenate(gradients) / weight
+        return array_namespace(gradients[0]).concatenate(gradients) / divisor
 
     # ------------------------------------------------------------------------ bytes and checkpoints
 
