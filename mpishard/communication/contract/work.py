@@ -69,6 +69,8 @@ class Session:
         self._rank = rank
         # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
         self._lock = threading.RLock()
+        self.turn = threading.RLock()
+        """Held while operations advance: by that thread, or by one that advances them for it."""
         self._thread = 0  # the identity of the thread that communicated last, for the error
         # Weak, so that a group ends when the user drops it.
         self._worlds: list[weakref.ref[CommunicationBackend]] = []
@@ -85,9 +87,11 @@ class Session:
                 "one thread of each rank communicate, or hand over when the first is through"
             )
         self._thread = threading.get_ident()
+        self.turn.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.turn.release()
         self._lock.release()
 
     def join(self, world: CommunicationBackend) -> None:
@@ -157,13 +161,15 @@ class Work:
                 # Also before the first test: steps that need no other rank end without any wait.
                 self.waitable = next(self._steps)
             except StopIteration as stop:
-                self.done, self._result, self.waitable = True, stop.value, None
+                # The flag is last, because another thread may advance it while its rank reads it.
+                self._result, self.waitable = stop.value, None
                 # Counted at the end and not at the issue, because a call that is refused sends no
                 # data.
                 if self.awaited.sends:
                     self._driver.traffic.add(self.awaited.sends)
                 if self._in_flight is not None:
                     self._in_flight.done(None, stop.value)
+                self.done = True
             except BaseException as error:
                 cause = error
                 if isinstance(error, Exception):
@@ -213,7 +219,8 @@ class Work:
 
     def fail(self, error: BaseException) -> None:
         """End the operation without a result, so that `wait` raises ``error``."""
-        self.done, self._error, self.waitable = True, error, None
+        self._error, self.waitable = error, None
+        self.done = True
 
     def _end(self, error: BaseException) -> None:
         if not isinstance(error, MpishardError):
@@ -254,8 +261,9 @@ class Transfer(Work):
         """
         if self.awaited.is_send:
             raise ValueError(f"{self.awaited.name} is a send, which cannot be taken back")
-        if not self.done:
-            self._end(CommunicationError(f"{self.awaited.name} was cancelled"))
+        with self._driver._session.turn:
+            if not self.done:
+                self._end(CommunicationError(f"{self.awaited.name} was cancelled"))
 
 
 class ITransport(ABC):

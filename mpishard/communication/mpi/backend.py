@@ -396,6 +396,15 @@ class MPICommunicationBackend(CommunicationBackend):
 
     # -------------------------------------------------------------------------------- collectives
 
+    def _issue(self, call: Call, steps: Steps) -> Work:
+        work = super()._issue(call, steps)
+        # Arrays on a GPU stay with the thread whose current device it is.
+        if not work.done and self._gpu is None:
+            job, group = self._joined()
+            if group.channel is group.messages:
+                job.advance_meanwhile()
+        return work
+
     _steps_all_reduce = _through("all_reduce")
     _steps_reduce_scatter = _through("reduce_scatter")
     _steps_all_gather = _through("all_gather")
