@@ -47,23 +47,26 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> tup
     ways = arguments.ways or [ALONE, *WAYS]
     steps = {way: step_of(backend, way) for way in ways}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    sent = dict.fromkeys(ways, 0)
+    sent, processor = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
     for repeat in range(-arguments.warmup, arguments.steps):
         for way, step in steps.items():
             backend.barrier()
-            before, start = sent_bytes(), time.perf_counter()
+            before, busy, start = sent_bytes(), time.process_time(), time.perf_counter()
             step()
             # The step of the slowest rank, which the others wait for in training.
             backend.barrier()
             if repeat >= 0:
                 seconds[way].append(time.perf_counter() - start)
                 sent[way] += sent_bytes() - before
+                processor[way] += (time.process_time() - busy) / arguments.steps
     mine = np.array([list(sent.values())], np.float64) / arguments.steps
     most = backend.all_gather(mine).max(axis=0)  # of the host that sends most
-    table = Table("way", "median ms", "MB sent by a host")
+    table = Table("way", "median ms", "processor ms", "MB sent by a host")
     for way, nbytes in zip(ways, most, strict=True):
-        table.add_row(way, f"{np.median(seconds[way]) * 1e3:.1f}", f"{nbytes / 1e6:.2f}")
-    return {"seconds": seconds, "bytes": dict(zip(ways, most.tolist(), strict=True))}, table
+        times = (f"{s * 1e3:.1f}" for s in (np.median(seconds[way]), processor[way]))
+        table.add_row(way, *times, f"{nbytes / 1e6:.2f}")
+    most = dict(zip(ways, most.tolist(), strict=True))
+    return {"seconds": seconds, "processor": processor, "bytes": most}, table
 
 
 if __name__ == "__main__":

@@ -299,7 +299,10 @@ class MPICommunicationBackend(CommunicationBackend):
             session = self._session
             advance = work.advance if len(session.under_way()) == 1 else session.progress
             polled, is_slow = 0.0, False
-            for _ in range(1 if job.crowded else _QUICK_ROUNDS):
+            group = self._group
+            by_messages = group is not None and group.channel is group.messages
+            quick = 1 if job.crowded or by_messages else _QUICK_ROUNDS
+            for _ in range(quick):
                 for _ in range(1 if job.crowded else _QUICK_POLLS):
                     advance()
                     if work.done:
@@ -312,7 +315,12 @@ class MPICommunicationBackend(CommunicationBackend):
                 if is_slow:
                     break
             dozes = is_slow or time.monotonic() < job.shares_core_until
-            backoff = Backoff(job.crowded, lambda: self._check_peers(work), dozes=dozes)
+            backoff = Backoff(
+                job.crowded,
+                lambda: self._check_peers(work),
+                dozes=dozes,
+                by_messages=by_messages,
+            )
             polls = 0
             self.status.wait(work.awaited)
             wait = job.wait(lambda: work.where)
