@@ -190,15 +190,18 @@ class Work:
         CollectiveMismatchError, CommunicationError, PeerError, CollectiveTimeoutError
             As the blocking call does.
         """
-        if self._error is not None:
+        # An error that nobody has seen yet is raised itself, also if it has ended the world.
+        if self._has_raised or isinstance(self._error, MpishardError):
             self._driver._require_whole()
         if not self.done:
             in_flight = self._in_flight
             since = 0 if in_flight is None else in_flight.now()
             with self._driver._session:
-                self._driver._require_whole()
                 try:
-                    self._driver._drive(self)
+                    # Another thread may have advanced it to its end meanwhile.
+                    if not self.done:
+                        self._driver._require_whole()
+                        self._driver._drive(self)
                 except MpishardError:
                     raise
                 except BaseException as error:
@@ -261,9 +264,8 @@ class Transfer(Work):
         """
         if self.awaited.is_send:
             raise ValueError(f"{self.awaited.name} is a send, which cannot be taken back")
-        with self._driver._session.turn:
-            if not self.done:
-                self._end(CommunicationError(f"{self.awaited.name} was cancelled"))
+        if not self.done:
+            self._end(CommunicationError(f"{self.awaited.name} was cancelled"))
 
 
 class ITransport(ABC):

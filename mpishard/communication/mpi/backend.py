@@ -349,6 +349,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _check_peers(self, work: Work) -> None:
         """Raise if a rank that ``work`` needs has left or failed."""
+        self._require_whole()  # the progress thread may have ended it
         self._joined()[0].check_losses(work.where)
         group = self._joined()[1]
         group.mail.reap()

@@ -102,5 +102,5 @@ class ProgressThread:
 def _advance(work: Work) -> None:
     try:
         work.advance()
-    except BaseException:  # noqa: BLE001 - kept by the work, whose wait raises it
-        pass
+    except BaseException:  # noqa: BLE001 - its wait raises it, on the rank's own thread
+        work._has_raised = False
