@@ -52,6 +52,7 @@ def control_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

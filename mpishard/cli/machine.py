@@ -1,4 +1,4 @@
-"""Cores, memory, processor and packages of this machine, as far as this process may use them."""
+"""Cores, processor and packages of this machine, as far as this process may use them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 import platform
 from pathlib import Path
 
-from mpishard.base import Document
-from mpishard.base.memory import (
+from mpishard.base import (
     CGROUPS,
     OWN_CGROUP,
-    available_memory,
+    Document,
     control_groups,
     memory_facts,
     read_text,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mpishard import nn
+from mpishard.base import Device, ShardLayout
 from mpishard.errors import MissingMemberError
 from mpishard.models import DDPModel, FSDPModel, HybridShardedModel
-from mpishard.base import Device, ShardLayout
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 

@@ -44,22 +44,20 @@ class ProgressThread:
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._awake = threading.Event()
-        self._has_ended = False
+        self._ended = threading.Event()
 
     def wake(self) -> None:
         """Advance collectives from now on: one was issued that is not complete."""
-        if self._awake.is_set() or self._has_ended:
+        if self._awake.is_set() or self._ended.is_set():
             return
         self._awake.set()
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="mpishard progress", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, name="mpishard progress", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
         """End the thread. Idempotent."""
-        self._has_ended = True
+        self._ended.set()
         self._awake.set()
         # A forked process has no such thread.
         if self._thread is not None and self._process == os.getpid():
@@ -71,16 +69,15 @@ class ProgressThread:
         while True:
             self._awake.wait()
             time.sleep(pause)
-            if self._has_ended or finalizing.is_set():
+            if self._ended.is_set() or finalizing.is_set():
                 return
             start = time.monotonic()
             if self._is_needed():
                 idle_since = start
                 with self._session.turn:
                     start = time.monotonic()  # not of the time in which the rank communicated
-                    if self._has_ended:
-                        return
-                    self._advance()
+                    if not self._ended.is_set():
+                        self._advance()
             elif start - idle_since > _LINGER_SECONDS:
                 self._awake.clear()
                 # Again, because one may have been issued since, and found the thread awake.

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 
@@ -87,13 +87,12 @@ class ParameterStore(ABC):
     def reshard(self, unit: Unit) -> None:
         """Release the unit's full parameters."""
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep each unit readable in the block from its first `unshard` on, in memory of its own.
+    def held(self) -> AbstractContextManager[None]:
+        """Keep each unit readable in a block from its first `unshard` on, in memory of its own.
 
         Parameters must not change in the block.
         """
-        yield
+        return nullcontext()
 
     def read(self, unit: Unit, out: Array) -> None:
         """Copy the unit's values into ``out``, shape (unit.length,). Collective."""
@@ -363,7 +362,7 @@ class ShardedParameters(ParameterStore):
         if buffer is not None:
             self._pool.give(unit.index, buffer)
 
-    @contextlib.contextmanager
+    @contextmanager
     def held(self) -> Iterator[None]:
         self._holds = True
         try:
@@ -451,7 +450,7 @@ class MixedParameters(ParameterStore):
     def reshard(self, unit: Unit) -> None:
         self._copies.reshard(unit)
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
+    def held(self) -> AbstractContextManager[None]:
         return self._copies.held()
 
     def read(self, unit: Unit, out: Array) -> None:
