@@ -73,11 +73,15 @@ class ProgressThread:
                 return
             start = time.monotonic()
             if self._is_needed():
-                idle_since = start
-                with self._session.turn:
+                # Not for ever, because a rank that communicates may end this thread.
+                if self._session.turn.acquire(timeout=_LINGER_SECONDS):
                     start = time.monotonic()  # not of the time in which the rank communicated
-                    if not self._ended.is_set():
-                        self._advance()
+                    try:
+                        if not self._ended.is_set():
+                            self._advance()
+                    finally:
+                        self._session.turn.release()
+                idle_since = time.monotonic()
             elif start - idle_since > _LINGER_SECONDS:
                 self._awake.clear()
                 # Again, because one may have been issued since, and found the thread awake.
