@@ -163,6 +163,9 @@ class MPIJob:
 
     def advance_meanwhile(self) -> None:
         """Let a thread advance the collectives under way, while this rank computes."""
+        # Otherwise only one thread may be in MPI, and the rank's own thread sends at any time.
+        if self.mpi.Query_thread() < self.mpi.THREAD_MULTIPLE:
+            return
         if self.progress_thread is None:
             self.progress_thread = ProgressThread(self.session)
         self.progress_thread.wake()
