@@ -76,6 +76,7 @@ def _through(name: str) -> Callable[..., Steps]:
         if type(given) is np.ndarray or given is None:
             return collective(call, given, *arguments)
         array = given[0] if isinstance(given, list | tuple) else given
+        self._sees_gpu |= is_device_array(array)
         if not (is_device_array(array) and self._needs_staging(call, array)):
             return collective(call, given, *arguments)
         # Made at the first use: pinned memory needs a GPU, which most runs do not have.
@@ -134,6 +135,7 @@ class MPICommunicationBackend(CommunicationBackend):
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
         self._gpu: Staging | None = None
+        self._sees_gpu = False  # whether an array of a collective was on a GPU
         if on_failure == "shrink" and self._world_size > 1:
             check_survivable(mpi.Get_library_version())
             leave_mpi_running()
@@ -408,7 +410,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _issue(self, call: Call, steps: Steps) -> Work:
         work = super()._issue(call, steps)
         # Arrays on a GPU stay with the thread whose current device it is.
-        if not work.done and self._gpu is None:
+        if not (work.done or self._sees_gpu):
             job, group = self._joined()
             if group.channel is group.messages:
                 job.advance_meanwhile()
