@@ -2,9 +2,9 @@
 
 Begin with ``errors.py``, the tree of exceptions, and ``arrays.py``, one path for NumPy and CuPy.
 ``settings.py`` has every environment variable; ``arguments.py`` checks users' arguments;
-``layout.py`` divides ranges among ranks; ``logs.py`` writes for all ranks. ``devices.py`` and
-``kernels.py`` know GPUs, ``blas.py``, ``compilation.py``, ``bfloat16.py`` and ``onednn.py`` how a
-processor multiplies.
+``layout.py`` divides ranges among ranks; ``logs.py`` writes for all ranks; ``memory.py`` knows how
+much memory is free. ``devices.py`` and ``kernels.py`` know GPUs, ``blas.py``, ``compilation.py``,
+``bfloat16.py`` and ``onednn.py`` how a processor multiplies.
 
 Other rooms import names from here. A module is loaded when one of its names is first asked for, so
 that a command line does not wait for NumPy.
@@ -107,11 +107,19 @@ if TYPE_CHECKING:
     from mpishard.base.kernels import Kernel
     from mpishard.base.layout import LeafLayout, ShardLayout, even_sizes
     from mpishard.base.logs import set_up_logging
+    from mpishard.base.memory import (
+        CGROUPS,
+        OWN_CGROUP,
+        available_memory,
+        control_groups,
+        memory_facts,
+        read_text,
+    )
     from mpishard.base.onednn import WHEEL, library, processor_has_unit, reason_for_none
 
 _MODULES = (
-    "errors", "arguments", "layout", "logs", "arrays", "devices", "kernels", "compilation",
-    "bfloat16", "onednn", "blas",
+    "errors", "arguments", "layout", "logs", "memory", "arrays", "devices", "kernels",
+    "compilation", "bfloat16", "onednn", "blas",
 )  # fmt: skip
 """The modules whose names are offered, in the order in which they are searched."""
 

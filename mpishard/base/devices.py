@@ -26,6 +26,7 @@ from mpishard.base.arrays import (
     to_host,
 )
 from mpishard.base.errors import DeviceUnavailableError
+from mpishard.base.memory import available_memory
 
 _INSTALL = "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
 
@@ -130,6 +131,13 @@ class Device:
     def namespace(self) -> Namespace:
         """The module whose functions work on arrays on the device: ``numpy`` or ``cupy``."""
         return load_cupy() if self.is_gpu else NAMESPACES[np.ndarray]
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Free memory of the device, which its other users share; None if it is not known."""
+        if self.is_gpu:
+            return int(load_cupy().cuda.runtime.memGetInfo()[0])
+        return available_memory()[1]
 
     def for_rank(self, local_rank: int) -> Device:
         """Return the device with the GPU number for ``local_rank``, unless it has a number."""

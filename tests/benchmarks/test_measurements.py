@@ -1,5 +1,6 @@
 """Measurements on ranks: figures are complete and consistent; no test depends on a time."""
 
+import argparse
 import importlib
 import json
 import runpy
@@ -26,6 +27,7 @@ def title_of(printed, end):
     [
         ("speedup", ["--way", "dual"], "invalid choice: 'dual'"),
         ("speedup", ["--steps", "0"], "argument --steps: must be 1 or more, got 0"),
+        ("hosts", ["--netns", "x", "--links", "1 baud"], "invalid choice: '1 baud'"),
         ("checkpoint", ["--size", "5 parsecs"], "a size is a number with B, KiB, MiB or GiB"),
         ("checks", ["--strategy", "zero9"], "invalid choice: 'zero9'"),
         ("collectives", ["--sizes", "0"], "a size is a number with B, KiB, MiB or GiB"),
@@ -142,3 +144,22 @@ def test_speedup(script, capsys, tmp_path):
 def test_one_rank_alone_has_no_speedup(backend):
     with pytest.raises(ValueError, match="start two or more, as -n 2"):
         importlib.import_module("speedup").main(backend, None)
+
+
+# ------------------------------------------------------------------------------------------ hosts
+
+
+def test_steps_between_hosts(monkeypatch, tmp_path):
+    job, hosts = importlib.import_module("hosts_job"), importlib.import_module("hosts")
+    monkeypatch.setattr(job, "sent_bytes", lambda: 0)
+    arguments = argparse.Namespace(
+        ways=["alone", "fsdp"], steps=1, warmup=1, nice=0, json=tmp_path / "job.json"
+    )
+    importlib.import_module("harness").measure(job.main, arguments)
+    found = json.loads(arguments.json.read_text(), parse_constant=no_constant)
+    assert {*found["seconds"]} == {*found["processor"]} == {"alone", "fsdp"}
+    assert found["bytes"] == {"alone": 0, "fsdp": 0}
+    seconds = {"alone": 0.1, "fsdp": 0.3, "PyTorch alone": 0.4, "FSDP2": 0.8}
+    rows = hosts.rows_of("1 Gbit/s", 1, seconds, {"fsdp": 25e6})
+    # 25 MB take 0.2 s, more than our computing and less than PyTorch's.
+    assert [(row["way"], row["limit"]) for row in rows] == [("fsdp", 0.2), ("FSDP2", 0.4)]

@@ -11,6 +11,7 @@ import pytest
 from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
+from mpishard.base import memory
 from mpishard.base.onednn import processor_has_unit
 from mpishard.cli import app, machine
 from mpishard.cli import probe as doctor_probe
@@ -130,9 +131,9 @@ def test_cores_of_a_control_group(tmp_path, files, own, cores):
 
 
 def test_memory_of_a_control_group(tmp_path):
-    unlimited = machine.available_memory(tmp_path, tmp_path / "own")
+    unlimited = memory.available_memory(tmp_path, tmp_path / "own")
     write(tmp_path, {"own": "0::/j", "j/memory.max": "5000", "j/memory.current": "2000"})
-    assert machine.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
+    assert memory.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
     assert unlimited[0] > 2**24
 
 

@@ -135,6 +135,13 @@ class TestBackoff:
             later.pause()
         assert len(yields) == 1
 
+    def test_a_wait_for_messages_dozes_early(self):
+        backoff = Backoff(False, lambda: None, by_messages=True)
+        started = time.monotonic()
+        while time.monotonic() - started < 0.1:
+            backoff.pause()
+        assert backoff.dozes
+
     def test_a_check_may_end_the_wait_by_raising(self):
         def give_up():
             raise TimeoutError

@@ -241,3 +241,15 @@ def test_the_conformance_suite(world, dtype):
         "shared_memory",
     ):
         getattr(checks, f"check_{name}")(world)
+
+
+def test_messages_move_while_the_rank_computes(world):
+    """No call of this rank advances the reduction; its rounds need several."""
+    mine = np.full(5 * ROUND // 8, 1.0)
+    world.barrier()
+    work = world.all_reduce_async(mine)
+    deadline = time.monotonic() + 20
+    while isinstance(world._group.channel, MessageChannel) and not work.done:
+        assert time.monotonic() < deadline
+        sum(range(1000))
+    assert work.wait()[0] == world.world_size

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
+from mpishard.base import Device, ShardLayout
 from mpishard.errors import MissingMemberError
 from mpishard.models import DDPModel, FSDPModel, HybridShardedModel
 from mpishard.sharding import ShardingConfiguration
@@ -16,7 +17,7 @@ from mpishard.testing.worlds import in_worlds
 MESHES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (1, 4)]
 
 
-def gpt(tied: bool = False) -> nn.GPT:
+def gpt(tied: bool = False, dtype: str = "float64") -> nn.GPT:
     return nn.GPT(
         vocabulary_size=12,
         context_length=8,
@@ -24,7 +25,7 @@ def gpt(tied: bool = False) -> nn.GPT:
         heads=4,
         kv_heads=2,
         layers=2,
-        dtype="float64",
+        dtype=dtype,
         tied_embeddings=tied,
         seed=5,
     )
@@ -52,6 +53,35 @@ def test_data_parallel_models_draw_the_plain_models_tokens(backend: Any, model_c
     expected = gpt().generate([3, 1, 4], 9, 0)
     model = model_class(gpt(), ShardingConfiguration(backend))
     np.testing.assert_array_equal(model.generate([3, 1, 4], 9, 0), expected)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@in_worlds(2, 3)
+def test_parameters_are_gathered_once_if_they_fit(
+    backend: Any, precision: str | None, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setenv("MPISHARD_ARENA", "off")
+    dtype = "float64" if precision is None else "float32"
+    plain = gpt(dtype=dtype)
+    model = FSDPModel(plain, ShardingConfiguration(backend, precision=precision))
+    bytes_of = plain.parameter_count * (8 if precision is None else 2)
+    found, sent = [], []
+    for free in (None, 2 * backend.world_size * bytes_of, 100):
+        monkeypatch.setattr(Device, "free_bytes", free)
+        backend.barrier()
+        backend.traffic.reset()
+        found.append(model.generate([3, 1, 4], 9, 0).tolist())
+        sent.append(backend.traffic.bytes_sent["all_gather"])
+        assert not model.engine.parameters.computed.resident
+        model.gather_full_parameters()  # in the pooled buffers, as before
+        backend.barrier()  # the ranks are threads, of which all patch one attribute
+    assert found[0] == found[1] == found[2]
+    # The agreement on arguments is 8 bytes.
+    share = ShardLayout(bytes_of, backend.world_size).sizes
+    assert all(abs(n - (backend.world_size - 1) * share[0]) < 1000 for n in sent[:2])
+    assert sent[2] > 6 * sent[0]
+    if backend.rank == 0:
+        assert "generate: each of 9 passes gathers the parameters" in caplog.text
 
 
 @in_worlds(2)

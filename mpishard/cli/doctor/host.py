@@ -13,9 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mpishard
-from mpishard.base import WHEEL, Document, better_kernel, processor_has_unit, settings
+from mpishard.base import (
+    WHEEL,
+    Document,
+    available_memory,
+    better_kernel,
+    processor_has_unit,
+    settings,
+)
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
-from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
+from mpishard.cli.machine import core_quota, installed_version, usable_cores
 from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.shared_memory import SHARED_MEMORY, leftovers
 from mpishard.cli.wording import bytes_text, counted

@@ -11,12 +11,15 @@ READ_EVERY = 0.5
 """Most seconds between two readings of a `RunningClock` during a wait."""
 
 _SPINS = 300
-"""Polls without a pause: about 0.2 ms, in which most peers arrive if they run at the same time."""
+"""Polls of memory without a pause: about 0.2 ms, in which most peers that run now arrive."""
+
+_MESSAGE_SPINS = 8
+"""Polls of messages without a pause: each calls MPI several times."""
 
 _CHECK_SECONDS = 0.05
 # Seconds of a wait after which a rank dozes. With more ranks than cores it is soon, because the
 # others need the core to arrive.
-_CROWDED_DOZE_AFTER = 0.002
+_EARLY_DOZE_AFTER = 0.002
 _DOZE_AFTER = 2.0
 LONG_POLL = 1e-3
 """Seconds that a poll or a yield takes only if other programs run on this core."""
@@ -99,6 +102,9 @@ class Backoff:
         time limit, which the watchdog does.
     dozes : bool
         Whether this rank has lately found other programs on its core.
+    by_messages : bool
+        Whether it waits for messages and not for memory that ranks share. A poll then takes longer,
+        and so does a message: the rank dozes after milliseconds.
 
     Attributes
     ----------
@@ -106,10 +112,18 @@ class Backoff:
         Whether each pause is a short sleep.
     """
 
-    __slots__ = ("_check", "_checked", "_crowded", "_polls", "_start", "dozes")
+    __slots__ = ("_check", "_checked", "_doze_after", "_polls", "_spins", "_start", "dozes")
 
-    def __init__(self, crowded: bool, check: Callable[[], None], *, dozes: bool = False) -> None:
-        self._crowded = crowded
+    def __init__(
+        self,
+        crowded: bool,
+        check: Callable[[], None],
+        *,
+        dozes: bool = False,
+        by_messages: bool = False,
+    ) -> None:
+        self._spins = 0 if crowded else _MESSAGE_SPINS if by_messages else _SPINS
+        self._doze_after = _EARLY_DOZE_AFTER if crowded or by_messages else _DOZE_AFTER
         self._check = check
         self._polls = 0
         self._start = 0.0
@@ -120,7 +134,7 @@ class Backoff:
         """Pause for a short time. Call it after each poll that found nothing."""
         self._polls += 1
         # No clock is read in these polls, in which most waits end.
-        if self._polls <= _SPINS and not self._crowded:
+        if self._polls <= self._spins:
             return
         before = time.monotonic()
         # Begun here and not in the constructor: short waits never come to this line.
@@ -132,7 +146,7 @@ class Backoff:
             yield_processor()
         now = time.monotonic()
         # Dozing adds up to 0.1 ms to a wait, which is little after milliseconds and much before.
-        is_long = now - self._start > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
+        is_long = now - self._start > self._doze_after
         self.dozes |= is_long or now - before > LONG_POLL
         if now - self._checked > _CHECK_SECONDS:
             self._checked = now

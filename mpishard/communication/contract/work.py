@@ -69,6 +69,8 @@ class Session:
         self._rank = rank
         # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
         self._lock = threading.RLock()
+        self.turn = threading.RLock()
+        """Held while operations advance: by that thread, or by one that advances them for it."""
         self._thread = 0  # the identity of the thread that communicated last, for the error
         # Weak, so that a group ends when the user drops it.
         self._worlds: list[weakref.ref[CommunicationBackend]] = []
@@ -85,9 +87,11 @@ class Session:
                 "one thread of each rank communicate, or hand over when the first is through"
             )
         self._thread = threading.get_ident()
+        self.turn.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.turn.release()
         self._lock.release()
 
     def join(self, world: CommunicationBackend) -> None:
@@ -157,13 +161,15 @@ class Work:
                 # Also before the first test: steps that need no other rank end without any wait.
                 self.waitable = next(self._steps)
             except StopIteration as stop:
-                self.done, self._result, self.waitable = True, stop.value, None
+                # The flag is last, because another thread may advance it while its rank reads it.
+                self._result, self.waitable = stop.value, None
                 # Counted at the end and not at the issue, because a call that is refused sends no
                 # data.
                 if self.awaited.sends:
                     self._driver.traffic.add(self.awaited.sends)
                 if self._in_flight is not None:
                     self._in_flight.done(None, stop.value)
+                self.done = True
             except BaseException as error:
                 cause = error
                 if isinstance(error, Exception):
@@ -184,15 +190,18 @@ class Work:
         CollectiveMismatchError, CommunicationError, PeerError, CollectiveTimeoutError
             As the blocking call does.
         """
-        if self._error is not None:
+        # An error that nobody has seen yet is raised itself, also if it has ended the world.
+        if self._has_raised or isinstance(self._error, MpishardError):
             self._driver._require_whole()
         if not self.done:
             in_flight = self._in_flight
             since = 0 if in_flight is None else in_flight.now()
             with self._driver._session:
-                self._driver._require_whole()
                 try:
-                    self._driver._drive(self)
+                    # Another thread may have advanced it to its end meanwhile.
+                    if not self.done:
+                        self._driver._require_whole()
+                        self._driver._drive(self)
                 except MpishardError:
                     raise
                 except BaseException as error:
@@ -213,7 +222,8 @@ class Work:
 
     def fail(self, error: BaseException) -> None:
         """End the operation without a result, so that `wait` raises ``error``."""
-        self.done, self._error, self.waitable = True, error, None
+        self._error, self.waitable = error, None
+        self.done = True
 
     def _end(self, error: BaseException) -> None:
         if not isinstance(error, MpishardError):

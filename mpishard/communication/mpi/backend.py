@@ -77,6 +77,7 @@ def _through(name: str) -> Callable[..., Steps]:
         if type(given) is np.ndarray or given is None:
             return collective(call, given, *arguments)
         array = given[0] if isinstance(given, list | tuple) else given
+        self._sees_gpu |= is_device_array(array)
         if not (is_device_array(array) and self._needs_staging(call, array)):
             return collective(call, given, *arguments)
         # Made at the first use: pinned memory needs a GPU, which most runs do not have.
@@ -136,6 +137,7 @@ class MPICommunicationBackend(CommunicationBackend):
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
         self._gpu: Staging | None = None
+        self._sees_gpu = False  # whether an array of a collective was on a GPU
         if on_failure == "shrink" and self._world_size > 1:
             check_survivable(mpi.Get_library_version())
             leave_mpi_running()
@@ -304,7 +306,10 @@ class MPICommunicationBackend(CommunicationBackend):
             session = self._session
             advance = work.advance if len(session.under_way()) == 1 else session.progress
             polled, is_slow = 0.0, False
-            for _ in range(1 if job.crowded else _QUICK_ROUNDS):
+            group = self._group
+            by_messages = group is not None and group.channel is group.messages
+            quick = 1 if job.crowded or by_messages else _QUICK_ROUNDS
+            for _ in range(quick):
                 for _ in range(1 if job.crowded else _QUICK_POLLS):
                     advance()
                     if work.done:
@@ -317,7 +322,12 @@ class MPICommunicationBackend(CommunicationBackend):
                 if is_slow:
                     break
             dozes = is_slow or time.monotonic() < job.shares_core_until
-            backoff = Backoff(job.crowded, lambda: self._check_peers(work), dozes=dozes)
+            backoff = Backoff(
+                job.crowded,
+                lambda: self._check_peers(work),
+                dozes=dozes,
+                by_messages=by_messages,
+            )
             polls = 0
             self.status.wait(work.awaited)
             wait = job.wait(lambda: work.where)
@@ -346,6 +356,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _check_peers(self, work: Work) -> None:
         """Raise if a rank that ``work`` needs has left or failed."""
+        self._require_whole()  # the progress thread may have ended it
         self._joined()[0].check_losses(work.where)
         group = self._joined()[1]
         group.mail.reap()
@@ -400,6 +411,15 @@ class MPICommunicationBackend(CommunicationBackend):
         return self._joined()[0].ending.records()
 
     # -------------------------------------------------------------------------------- collectives
+
+    def _issue(self, call: Call, steps: Steps) -> Work:
+        work = super()._issue(call, steps)
+        # Arrays on a GPU stay with the thread whose current device it is.
+        if not (work.done or self._sees_gpu):
+            job, group = self._joined()
+            if group.channel is group.messages:
+                job.advance_meanwhile()
+        return work
 
     _steps_all_reduce = _through("all_reduce")
     _steps_reduce_scatter = _through("reduce_scatter")

@@ -37,6 +37,7 @@ from mpishard.communication.failure.links import LEFT, NodeLinks, Offer
 from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
+from mpishard.communication.mpi.progress import ProgressThread
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class MPIJob:
         self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self.ending = Termination(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
+        self.progress_thread: ProgressThread | None = None
+        """The thread that advances collectives between hosts; None unless there were any."""
         self.ulfm: Ulfm | None = None
         """The lost ranks, which this rank outlives; None if it ends with them."""
 
@@ -206,6 +209,19 @@ class MPIJob:
             if group.has_left() and group.free():
                 del self._groups[group]
 
+    def advance_meanwhile(self) -> None:
+        """Let a thread advance the collectives under way, while this rank computes."""
+        # Otherwise only one thread may be in MPI, and the rank's own thread sends at any time.
+        if self.mpi.Query_thread() < self.mpi.THREAD_MULTIPLE:
+            return
+        if self.progress_thread is None:
+            self.progress_thread = ProgressThread(self.session)
+        self.progress_thread.wake()
+
+    def _end_progress(self) -> None:
+        if self.progress_thread is not None:
+            self.progress_thread.end()
+
     def progress_mpi(self) -> None:
         """Let MPI progress the operations under way in any world."""
         for group in self._groups:
@@ -221,6 +237,7 @@ class MPIJob:
         Collectives that this rank has issued go on meanwhile. If ranks outlive each other and one
         is gone, this rank takes part in the `shrink` of the others, and is not in their new world.
         """
+        self._end_progress()
         self.statuses.page.end(RankState.LEAVING)
         try:
             if self.ulfm is not None and self.ulfm.error is not None:
@@ -329,12 +346,14 @@ class MPIJob:
     def call_off(self) -> None:
         """Revoke every world, so that no rank waits in one of them any more."""
         assert self.ulfm is not None
+        self._end_progress()
         self.ulfm.revoke()
         for group in self._groups:
             group.abandon()
 
     def retire(self) -> None:
         """Finish worlds that this rank has left, or that were revoked."""
+        self._end_progress()
         self._groups.clear()
         self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)

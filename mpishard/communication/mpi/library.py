@@ -25,6 +25,9 @@ from mpishard.communication.mpi.slurm_pmi import limit_values
 if TYPE_CHECKING:
     from mpi4py import Rc
 
+# UCX, which MPICH uses between hosts, moves one segment of TCP in each call. With its default of
+# 8 KiB a link of 10 Gbit/s would need 150,000 calls a second.
+_TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "64k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 _POLL_SECONDS = 0.1  # between two looks of the main thread at a call of another thread
 START_SECONDS = 10.0
 """Seconds that MPI may take to start on a busy machine before the wait for other ranks counts."""
@@ -69,6 +72,8 @@ def load_mpi() -> ModuleType:
     MPIUnavailableError
         If mpi4py or the MPI library that it needs is not installed.
     """
+    for name, size in _TCP_SEGMENTS.items():
+        settings.write_default(name, size)
     try:
         # Alone a process waits for no other, so mpi4py may start MPI as it always does.
         launched = settings.pmix_launcher() or (settings.launched_world_size() or 1) > 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from mpishard.base import Array, Device, copy_into, is_device_array, synchronize, to_host
 from mpishard.communication import Arena
@@ -83,6 +83,10 @@ class OffloadedParameters(ParameterStore):
         if buffer is not None:
             self._pool.give(unit.index, buffer)
         self._inner.reshard(unit)  # a unit that was prefetched and never used
+
+    def held(self) -> AbstractContextManager[None]:
+        # On the host: a unit is copied to the GPU again for each use.
+        return self._inner.held()
 
     def abandon(self) -> None:
         for index, buffer in self._buffers.items():

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 
@@ -85,6 +86,13 @@ class ParameterStore(ABC):
 
     def reshard(self, unit: Unit) -> None:
         """Release the unit's full parameters."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep each unit readable in a block from its first `unshard` on, in memory of its own.
+
+        Parameters must not change in the block.
+        """
+        return nullcontext()
 
     def read(self, unit: Unit, out: Array) -> None:
         """Copy the unit's values into ``out``, shape (unit.length,). Collective."""
@@ -287,6 +295,7 @@ class ShardedParameters(ParameterStore):
         )
         self._pool = pool = UnitBuffers(layout)
         self._buffers: dict[int, Arena] = {}
+        self._holds = False
         # Gathers that an error has left under way, and the buffers that they write to.
         self._stale: list[tuple[Work, int, Arena]] = []
         # Buffers for gathered units, if a node's ranks can share them.
@@ -326,7 +335,11 @@ class ShardedParameters(ParameterStore):
             # Removed only after its wait: if the wait raises, the next gather waits again.
             del self._stale[0]
             self._pool.give(index, free)
-        buffer = self._pool.take(unit)
+        # Held units would exhaust the pool, which keeps what it allocates.
+        if self._holds and unit.index not in self.layout.kept:
+            buffer = self.layout.allocate(MemoryCategory.GATHERED, unit.length)
+        else:
+            buffer = self._pool.take(unit)
         # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
         piece = self._shard[self.local_pieces[unit.index].in_shard]
         self._buffers[unit.index] = buffer
@@ -344,6 +357,8 @@ class ShardedParameters(ParameterStore):
         return _read_only(self._buffers[unit.index].mine[: unit.length])
 
     def reshard(self, unit: Unit) -> None:
+        if self._holds:
+            return
         buffer = self._buffers.pop(unit.index, None)
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
@@ -351,10 +366,21 @@ class ShardedParameters(ParameterStore):
         if buffer is not None:
             self._pool.give(unit.index, buffer)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._holds = True
+        try:
+            yield
+        finally:
+            self.abandon()
+            self._holds = False
+
     def abandon(self) -> None:
         # A gather under way may still write to its buffer: the next one waits for it.
         for index, buffer in self._buffers.items():
             work = self.in_flight.get(index)
+            if self._holds and index not in self.layout.kept:
+                continue  # not the pool's; a gather under way keeps the memory that it writes
             if work is not None:
                 self._stale.append((work, index, buffer))
             else:
@@ -427,6 +453,9 @@ class MixedParameters(ParameterStore):
 
     def reshard(self, unit: Unit) -> None:
         self._copies.reshard(unit)
+
+    def held(self) -> AbstractContextManager[None]:
+        return self._copies.held()
 
     def read(self, unit: Unit, out: Array) -> None:
         # A reader of the model gets the float32 parameters, and not their rounded copies.

@@ -588,7 +588,9 @@ class ShardedModelBase(ShardedModelMembers):
 
         Every rank passes the same arguments and gets the same tokens. Keys and values are kept
         on the ranks that compute them: under tensor parallelism each rank keeps those of its
-        heads, in a pipeline those of its layers.
+        heads, in a pipeline those of its layers. Sharded parameters are gathered once, and kept
+        until the end. If they do not fit into half of a node's free memory, each token gathers
+        them, and a warning says how many bytes that takes.
 
         Raises
         ------

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import logging
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from mpishard.base import Array, MissingMemberError, array_namespace, to_host
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILayeredModel, UserModel
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
+
+_log = logging.getLogger("mpishard")
 
 
 def holding(model: UserModel, parameters: Array) -> Any:
@@ -46,17 +50,48 @@ def generate_tokens(
         "generate: the arguments",
         (np.asarray(prompt).ravel().tolist(), length, temperature, seed, top_k, slide),
     )
-    return generate(
-        lambda tokens, cache: engine.predict_next(tokens, cache)[0],
-        prompt,
-        length,
-        vocabulary_size=model.vocabulary_size,
-        context_length=model.context_length,
-        temperature=temperature,
-        seed=seed,
-        top_k=top_k,
-        slide=slide,
-    )
+    with _gathered_once(engine, length):
+        return generate(
+            lambda tokens, cache: engine.predict_next(tokens, cache)[0],
+            prompt,
+            length,
+            vocabulary_size=model.vocabulary_size,
+            context_length=model.context_length,
+            temperature=temperature,
+            seed=seed,
+            top_k=top_k,
+            slide=slide,
+        )
+
+
+def _gathered_once(engine: Engine, passes: int) -> AbstractContextManager[None]:
+    """Return a context that gathers each unit once for several forward passes. Collective.
+
+    If the units of a node's ranks do not fit into half of its free memory together, each pass
+    gathers them, and rank 0 logs a warning that says how many bytes.
+    """
+    if not engine.policy.shards_parameters:
+        return nullcontext()
+    store, world, device = engine.parameters.computed, engine.world, engine.layout.device
+    # Where a node's ranks share all parameters, nothing is gathered.
+    needed = 0 if store.is_whole else store.layout.length * store.layout.dtype.itemsize
+    free = device.free_bytes
+    room = needed if free is None else free // (2 if device.is_gpu else 2 * len(world.peers))
+    # Together, because ranks that decided differently would gather at different times.
+    spare = int(world.all_reduce(np.array([room - needed]), ReductionOperation.MIN)[0])
+    if spare >= 0:
+        return engine.parameters.held()
+    if world.rank == 0:
+        _log.warning(
+            "generate: each of %d passes gathers the parameters, %.3g GB on each rank and %.3g GB "
+            "in all of them, because a rank has %.3g GB too little memory to gather them once; on "
+            "a node with more, sample from the plain model of `unsharded(root=0)`",
+            passes,
+            needed / 1e9,
+            passes * needed / 1e9,
+            -spare / 1e9,
+        )
+    return nullcontext()
 
 
 def require_alike(world: CommunicationBackend, what: str, given: object) -> None:
