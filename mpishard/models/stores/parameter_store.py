@@ -337,7 +337,8 @@ class ShardedParameters(ParameterStore):
             self._pool.give(index, free)
         # Held units would exhaust the pool, which keeps what it allocates.
         if self._holds and unit.index not in self.layout.kept:
-            buffer = self.layout.allocate(MemoryCategory.GATHERED, unit.length)
+            own = self.layout.allocate(MemoryCategory.GATHERED, unit.length)
+            buffer = self.layout.private_slot(own)
         else:
             buffer = self._pool.take(unit)
         # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
