@@ -167,7 +167,8 @@ CLASSES = [
     (ms.nn.MLP,
      "MLP(sizes, activation='relu', *, seed=0, dtype='float64', loss=None, device='cpu')",
      f"{MODEL.replace('train(x, y)', 'train(x, y, learning_rate=0.01)')} {LAYERED}"),
-    (ms.FunctionModel, "FunctionModel(loss_and_gradient, initial_parameters, predict=None)",
+    (ms.FunctionModel,
+     "FunctionModel(loss_and_gradient, initial_parameters, predict=None, *, loss_is_sum=False)",
      f"{PARAMETERS} {STREAMS} predict(x)"),
     # 1.2, optimizers and data
     (contracts.IOptimizer, "", OPTIMIZER),
