@@ -6,7 +6,7 @@ and the token of the variable MPISHARD_RUN. Each message is a line of JSON, in b
 
 - Notes of the rank agents: a rank was started, has ended, or was killed with its agent.
 - Each second the heads of the status pages, as a sign of life, too. The whole pages after the end
-  of a rank, and if `mpishard run` asks for them.
+  of a rank, if it stands still, and if `mpishard run` asks for them.
 - A rank that needs the pages of the other hosts makes the file ``wanted`` here. `mpishard run`
   sends these pages, and this process writes them to FOLDER and removes the file.
 - `mpishard run` asks for signals to ranks, and says when the job has ended.
@@ -44,6 +44,7 @@ _HEARTBEAT_SECONDS = 1.0
 _UNANSWERED = 10
 """Messages without an answer after which no more signs of life are sent."""
 _HEAD_BYTES = 4096  # of a status page: all but its rows of collectives
+_COUNT = slice(128, 136)  # in a status page: the number of collectives
 _CONNECT_SECONDS = 2.0
 _END_SECONDS = 2.0
 """Time for the launcher's process to end by itself after the job."""
@@ -80,7 +81,7 @@ class _HostAgent:
         self._ranks: dict[str, list[int]] = {}  # agent, rank and launcher of each rank that runs
         self._launchers: set[int] = set()
         self._session = 0
-        self._sent: dict[str, tuple[str, bytes]] = {}  # the heads that were sent last
+        self._sent: dict[str, tuple[str, bytes]] = {}  # what was sent last of each page
         self._unanswered = 0
         self._is_over = False
 
@@ -214,13 +215,19 @@ class _HostAgent:
         }
 
     def _heads(self) -> dict[str, list[str]]:
+        """Return the heads that have changed, and whole pages of ranks that stand still.
+
+        If these wait because the network fails, nobody can ask for their pages later.
+        """
         changed = {}
         for path, letter in self._own_pages():
-            with path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-            if self._sent.get(path.name) != (letter, head):
-                self._sent[path.name] = (letter, head)
-                changed[path.name] = [letter, _packed(head)]
+            page = path.read_bytes()
+            before = self._sent.get(path.name, ("", b""))
+            stands_still = before[1][_COUNT] == page[_COUNT]
+            content = page if stands_still else page[:_HEAD_BYTES]
+            if before != (letter, content):
+                self._sent[path.name] = (letter, content)
+                changed[path.name] = [letter, _packed(content)]
         return changed
 
     # ------------------------------------------------------------------------------- the messages
