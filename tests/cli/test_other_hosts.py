@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from mpishard.cli.run import rank_agent
+from mpishard.cli.run import host_agent, rank_agent
 from mpishard.cli.run.hosts import Hosts
 from mpishard.cli.run.rank_processes import RankProcesses, can_be_watched
+from mpishard.communication.contract import status
 from mpishard.communication.contract.status import PAGE_BYTES, StatusPage, records_in, shared_page
 
 pytestmark = pytest.mark.skipif(not can_be_watched(), reason="needs Linux 5.3")
@@ -158,6 +159,10 @@ def test_a_silent_host_and_a_closed_connection_are_lost(tmp_path):
     assert "node2 (ranks 2, 3) has closed its connection" in job.hosts.lost()
     assert not any(process.is_running() for process in job.processes.running)
     job.end()
+
+
+def test_the_layout_of_a_page_is_known_to_the_agent():
+    assert (host_agent._HEAD_BYTES, host_agent._COUNT.start) == (status._FIRST_ROW, status._COUNT)
 
 
 def test_the_state_of_a_process_is_that_of_its_host(tmp_path):

@@ -6,7 +6,7 @@ and the token of the variable MPISHARD_RUN. Each message is a line of JSON, in b
 
 - Notes of the rank agents: a rank was started, has ended, or was killed with its agent.
 - Each second the heads of the status pages, as a sign of life, too. The whole pages after the end
-  of a rank, and if `mpishard run` asks for them.
+  of a rank, if it stands still, and if `mpishard run` asks for them.
 - A rank that needs the pages of the other hosts makes the file ``wanted`` here. `mpishard run`
   sends these pages, and this process writes them to FOLDER and removes the file.
 - `mpishard run` asks for signals to ranks, and says when the job has ended.
@@ -44,6 +44,7 @@ _HEARTBEAT_SECONDS = 1.0
 _UNANSWERED = 10
 """Messages without an answer after which no more signs of life are sent."""
 _HEAD_BYTES = 4096  # of a status page: all but its rows of collectives
+_COUNT = slice(128, 136)  # in a status page: the number of collectives
 _CONNECT_SECONDS = 2.0
 _END_SECONDS = 2.0
 """Time for the launcher's process to end by itself after the job."""
@@ -79,7 +80,8 @@ class _HostAgent:
         self._received = b""
         self._ranks: dict[str, list[int]] = {}  # agent, rank and launcher of each rank that runs
         self._launchers: set[int] = set()
-        self._sent: dict[str, tuple[str, bytes]] = {}  # the heads that were sent last
+        self._session = 0
+        self._sent: dict[str, tuple[str, bytes]] = {}  # what was sent last of each page
         self._unanswered = 0
         self._is_over = False
 
@@ -166,9 +168,8 @@ class _HostAgent:
                 rank, word, *values = line.decode().split()
                 if word == "started":
                     agent = int(values[0])
-                    launcher = _parent(agent)
                     self._ranks[rank] = [agent, int(values[1])]
-                    self._launchers |= {launcher} - {0, 1}
+                    self._note_launchers(_parent(agent))
                 elif rank in self._ranks:
                     del self._ranks[rank]
                 if word == "ended":
@@ -176,6 +177,14 @@ class _HostAgent:
                     values[1] = str(time.monotonic() - float(values[1]))
                 notes.append([rank, word, *values])
         return notes
+
+    def _note_launchers(self, process: int) -> None:
+        """Note the launcher's processes above an agent, and the session of ssh above them."""
+        while _is_launcher(process):
+            self._launchers.add(process)
+            process = _parent(process)
+        if _name(process).startswith("sshd"):
+            self._session = process
 
     def _vanished(self) -> list[list[str]]:
         """Return notes on the ranks that were killed together with their agents."""
@@ -206,13 +215,19 @@ class _HostAgent:
         }
 
     def _heads(self) -> dict[str, list[str]]:
+        """Return the heads that have changed, and whole pages of ranks that stand still.
+
+        If these wait because the network fails, nobody can ask for their pages later.
+        """
         changed = {}
         for path, letter in self._own_pages():
-            with path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-            if self._sent.get(path.name) != (letter, head):
-                self._sent[path.name] = (letter, head)
-                changed[path.name] = [letter, _packed(head)]
+            page = path.read_bytes()
+            before = self._sent.get(path.name, ("", b""))
+            stands_still = before[1][_COUNT] == page[_COUNT]
+            content = page if stands_still else page[:_HEAD_BYTES]
+            if before != (letter, content):
+                self._sent[path.name] = (letter, content)
+                changed[path.name] = [letter, _packed(content)]
         return changed
 
     # ------------------------------------------------------------------------------- the messages
@@ -268,10 +283,25 @@ class _HostAgent:
         time.sleep(_LOOK_SECONDS)
         with suppress(OSError):
             self._send(notes=[], pages=self._pages())
+        if not self._is_over:
+            self._end_session()
         _FILES["remove_files_of_dead_jobs"](self._began)
         _FILES["remove_folder"](self._folder)
         with suppress(OSError):
             self._connection.close()
+
+    def _end_session(self) -> None:
+        """End the session of ssh, which may wait for an answer of the other end for minutes."""
+        deadline = time.monotonic() + _END_SECONDS
+        while _name(self._session).startswith("sshd"):
+            if time.monotonic() > deadline:
+                # It may serve other programs of the user as well.
+                with suppress(OSError):
+                    children = Path(f"/proc/{self._session}/task/{self._session}/children")
+                    if not children.read_text():
+                        os.kill(self._session, signal.SIGTERM)
+                return
+            time.sleep(_LOOK_SECONDS)
 
 
 def _packed(data: bytes) -> str:
@@ -299,11 +329,15 @@ def _parent(process: int) -> int:
 
 def _is_launcher(process: int) -> bool:
     """Return whether the process is one of an MPI launcher, and no other one with its number."""
-    try:
-        name = Path(f"/proc/{process}/comm").read_text().strip()
-    except OSError:
-        return False
+    name = _name(process)
     return _letter(process) not in "ZX" and name.startswith(("hydra_pmi", "prte", "pmi_proxy"))
+
+
+def _name(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _receives(process: int, number: int) -> bool:

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -187,3 +188,7 @@ def _unmapped(paths: Iterable[Path], processes: Path = Path("/proc")) -> dict[Pa
     return {
         path: status for path, status in found.items() if (path.name, status.st_ino) not in mapped
     }
+
+
+if __name__ == "__main__":
+    remove_files_of_dead_jobs(float(sys.argv[1]))

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from mpishard.base import settings
+from mpishard.cli.run import shared_memory
 from mpishard.cli.run.hosts import VARIABLE as OTHER_HOSTS
 from mpishard.cli.run.hosts import Hosts
 from mpishard.cli.run.job_report import JobEnd, JobResult, Outcome, interrupted
@@ -71,7 +72,10 @@ trap '' HUP INT TERM QUIT
 read launcher
 read word && exit
 [ "$launcher" ] && { kill -TERM -$launcher; sleep 3; kill -KILL -$launcher; sleep 0.5; }
+python=$1 script=$2 since=$3
+shift 3
 rm -rf "$@"
+exec "$python" -I -S "$script" "$since"
 """
 """Waits for the end of `mpishard run`; if that was killed, ends its job and removes its files."""
 
@@ -191,9 +195,10 @@ class Supervisor:
     def _run(self, environment: dict[str, str], to_remove: Sequence[Path]) -> Outcome:
         processes = self._processes
         self._handle_signals()
+        cleanup = (sys.executable, shared_memory.__file__, time.time())
         # Its input is closed when this process ends, even by SIGKILL: then it ends the job.
         janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
+            ["/bin/sh", "-c", _JANITOR, "sh", *map(str, [*cleanup, *to_remove])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
