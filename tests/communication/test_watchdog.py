@@ -29,7 +29,7 @@ class RecordedEnd(Termination):
         self.warnings = []
         self.dead = None
 
-    def end(self, report, code, *, is_own=True):
+    def end(self, report, code, *, is_own=True, calls_mpi=True):
         self.ends.append((code, report))
         self.is_own = is_own
 
@@ -394,7 +394,7 @@ def ended(monkeypatch):
     monkeypatch.setattr(ending_module, "_set_deadline", lambda code: None)
     monkeypatch.setattr(ending_module, "_ignore_further_interrupts", lambda: None)
     monkeypatch.setattr(ending_module, "_OUTPUT_SECONDS", 0.0)
-    monkeypatch.setattr(ending_module, "_abort", lambda code: codes.append(("job", code)))
+    monkeypatch.setattr(ending_module, "_abort", lambda code, **_: codes.append(("job", code)))
     monkeypatch.setattr(Termination, "claim_report", lambda self, code: True)
     monkeypatch.setattr(os, "_exit", leave)
     return codes
@@ -427,7 +427,7 @@ def test_a_broken_stream_stops_neither_a_warning_nor_the_end(make, ended, monkey
 
 @pytest.mark.parametrize("fails", ["_set_deadline", "_abort"])
 def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, monkeypatch):
-    def fail(code):
+    def fail(code, **_):
         raise OSError("too many open files")
 
     monkeypatch.setattr(ending_module, fails, fail)

@@ -400,7 +400,7 @@ def _ignore_further_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut the report
 
 
-def _abort(code: int, *, calls_mpi: bool) -> None:
+def _abort(code: int, *, calls_mpi: bool = True) -> None:
     """End all processes of the job; may return."""
     # Not imported here: a process that has not started MPI must not start it to end.
     mpi = sys.modules.get("mpi4py.MPI")
