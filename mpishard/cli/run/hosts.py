@@ -193,7 +193,7 @@ class Hosts:
         mine = f"{VARIABLE}={self.variable}".encode()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's
-                # Their command lines name the launcher's program on the host; a user's ssh has none.
+                # Its command line names the launcher's program on the host; a user's has none.
                 line = (process / "cmdline").read_bytes()
                 is_of_launcher = any(program in line for program in _ON_HOSTS)
                 if is_of_launcher and mine in (process / "environ").read_bytes():
