@@ -280,6 +280,11 @@ class TestVerdict:
         text = verdict([waiting(0, *history(2)), waiting(1, *history(2))], NOW)
         assert "Every rank has called what it waits for" in text
         unknown = RankRecord(1, is_known=False)
+        here, there = (replace(waiting(r, *history(2)), host=f"node{r + 1}") for r in range(2))
+        assert verdict([here, there], NOW).endswith(
+            "Ranks 0, 1 are both in collective 2: look at the network between node1 and node2, "
+            "which loses data or is down."
+        )
         text = verdict([waiting(0, *history(2)), unknown], NOW)
         assert "Nothing is known of rank 1, on other nodes." in text
 

@@ -190,6 +190,8 @@ def run(kit: Kit, trial: Trial, work: Path) -> None:
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # A shell's `&` lets its programs ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
     started = time.monotonic()
     if trial.moment < 0:

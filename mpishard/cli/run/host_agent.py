@@ -79,6 +79,7 @@ class _HostAgent:
         self._received = b""
         self._ranks: dict[str, list[int]] = {}  # agent, rank and launcher of each rank that runs
         self._launchers: set[int] = set()
+        self._session = 0
         self._sent: dict[str, tuple[str, bytes]] = {}  # the heads that were sent last
         self._unanswered = 0
         self._is_over = False
@@ -166,9 +167,8 @@ class _HostAgent:
                 rank, word, *values = line.decode().split()
                 if word == "started":
                     agent = int(values[0])
-                    launcher = _parent(agent)
                     self._ranks[rank] = [agent, int(values[1])]
-                    self._launchers |= {launcher} - {0, 1}
+                    self._note_launchers(_parent(agent))
                 elif rank in self._ranks:
                     del self._ranks[rank]
                 if word == "ended":
@@ -176,6 +176,14 @@ class _HostAgent:
                     values[1] = str(time.monotonic() - float(values[1]))
                 notes.append([rank, word, *values])
         return notes
+
+    def _note_launchers(self, process: int) -> None:
+        """Note the launcher's processes above an agent, and the session of ssh above them."""
+        while _is_launcher(process):
+            self._launchers.add(process)
+            process = _parent(process)
+        if _name(process).startswith("sshd"):
+            self._session = process
 
     def _vanished(self) -> list[list[str]]:
         """Return notes on the ranks that were killed together with their agents."""
@@ -268,10 +276,25 @@ class _HostAgent:
         time.sleep(_LOOK_SECONDS)
         with suppress(OSError):
             self._send(notes=[], pages=self._pages())
+        if not self._is_over:
+            self._end_session()
         _FILES["remove_files_of_dead_jobs"](self._began)
         _FILES["remove_folder"](self._folder)
         with suppress(OSError):
             self._connection.close()
+
+    def _end_session(self) -> None:
+        """End the session of ssh, which may wait for an answer of the other end for minutes."""
+        deadline = time.monotonic() + _END_SECONDS
+        while _name(self._session).startswith("sshd"):
+            if time.monotonic() > deadline:
+                # It may serve other programs of the user as well.
+                with suppress(OSError):
+                    children = Path(f"/proc/{self._session}/task/{self._session}/children")
+                    if not children.read_text():
+                        os.kill(self._session, signal.SIGTERM)
+                return
+            time.sleep(_LOOK_SECONDS)
 
 
 def _packed(data: bytes) -> str:
@@ -299,11 +322,15 @@ def _parent(process: int) -> int:
 
 def _is_launcher(process: int) -> bool:
     """Return whether the process is one of an MPI launcher, and no other one with its number."""
-    try:
-        name = Path(f"/proc/{process}/comm").read_text().strip()
-    except OSError:
-        return False
+    name = _name(process)
     return _letter(process) not in "ZX" and name.startswith(("hydra_pmi", "prte", "pmi_proxy"))
+
+
+def _name(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _receives(process: int, number: int) -> bool:
