@@ -258,7 +258,7 @@ class _HostAgent:
         if "pages" in message:
             self._copies |= set(message["pages"])
             for name, page in message["pages"].items():
-                (self._folder / Path(name).name).write_bytes(_unpacked(page))
+                _write_in_place(self._folder / Path(name).name, _unpacked(page))
             (self._folder / "wanted").unlink(missing_ok=True)
         if "heard" in message:
             self._unanswered -= message["heard"]
@@ -306,6 +306,15 @@ class _HostAgent:
 
 def _packed(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 1)).decode()
+
+
+def _write_in_place(path: Path, page: bytes) -> None:
+    """Write without cutting the file off: a rank that has mapped it would end by SIGBUS."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(handle, page, 0)
+    finally:
+        os.close(handle)
 
 
 def _unpacked(text: str) -> bytes:

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import time
 import zlib
@@ -34,6 +35,7 @@ _HELLO_SECONDS = 5.0
 _HELLO_BYTES = 1000
 _ANSWER_SECONDS = 1.0
 _WATCH_SECONDS = 2.0
+_ON_HOSTS = (b"hydra_pmi_proxy", b"prted")
 _END_SECONDS = 4.0
 """Time for the agents to end what still runs, and to remove files."""
 
@@ -184,6 +186,18 @@ class Hosts:
         self._listening.close()
         for host in self._hosts:
             host.close()
+        self._end_remote_shells()
+
+    def _end_remote_shells(self) -> None:
+        """End the remote shells that the launcher has left: that of a lost host waits for it."""
+        mine = f"{VARIABLE}={self.variable}".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is another user's
+                # Its command line names the launcher's program on the host; a user's has none.
+                line = (process / "cmdline").read_bytes()
+                is_of_launcher = any(program in line for program in _ON_HOSTS)
+                if is_of_launcher and mine in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
 
     def _receive_from(self, host: HostConnection) -> list[Note]:
         try:
