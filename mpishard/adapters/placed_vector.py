@@ -25,6 +25,7 @@ from mpishard.checkpoint import PlainModelFiles
 from mpishard.contracts import ILossFunction, ModelMetadata
 from mpishard.data import tree_of
 from mpishard.models import IPlaceableModel, ParameterStore
+from mpishard.nn import Context
 from mpishard.sharding import ParameterEntry
 
 
@@ -156,7 +157,8 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         def receive(index: int, gradient: Array) -> None:
             parts[index] += gradient
 
-        total, weight, saved = self.forward_pass(x, y, loss_function or self.default_loss_function)
+        loss = loss_function or self.default_loss_function
+        total, weight, saved = self.forward_pass(x, y, loss, Context())
         # Without samples the loss has no gradient, and 0 / 0 would be NaN.
         if weight == 0:
             return 0.0, full
@@ -193,8 +195,8 @@ class TreeModel(PlacedVectorModel):
     def __init__(
         self,
         tree: ParameterTree,
-        loss: Callable[[Any, Any, Any], Any],
-        predict: Callable[[Any, Any], Any] | None,
+        loss: Callable[..., Any],
+        predict: Callable[..., Any] | None,
     ) -> None:
         if not callable(loss):
             raise TypeError(f"loss must be loss(parameters, x, y), got {type(loss).__name__}")
@@ -262,6 +264,11 @@ class TreeModel(PlacedVectorModel):
     def _parameters(self) -> Any:
         return self._tree.build(self._leaves)
 
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        """First arguments of the user's functions, before the samples."""
+        return (self._parameters,)
+
     def predict(self, x: Array) -> Array:
         """Return ``predict(parameters, x)``.
 
@@ -270,17 +277,17 @@ class TreeModel(PlacedVectorModel):
         MissingMemberError
             If the model was made without ``predict``.
         """
-        prediction: Array = self._known_predict()(self._parameters, tree_of(x))
+        prediction: Array = self._known_predict()(*self._given, tree_of(x))
         return prediction
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:
             return 0.0, 0.0
         # The sum over samples is returned, because ranks may have different numbers of samples.
-        mean = as_loss(self._loss(self._parameters, tree_of(x), tree_of(y)), self)
+        mean = as_loss(self._loss(*self._given, tree_of(x), tree_of(y)), self)
         return mean * len(x), float(len(x))
 
-    def _known_predict(self) -> Callable[[Any, Any], Any]:
+    def _known_predict(self) -> Callable[..., Any]:
         if self._predict is None:
             raise MissingMemberError(
                 f"this {self._name} was made without predict, which is needed now; pass "
