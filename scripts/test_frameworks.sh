@@ -51,7 +51,8 @@ export OMP_NUM_THREADS=1
 export PATH="$venv/bin:$PATH" LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 files=(
-    tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_optax.py
+    tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_jax_state.py
+    tests/adapters/test_optax.py
     tests/adapters/test_function_model.py tests/test_arrays.py
     tests/examples/test_train_torch.py tests/examples/test_train_jax.py
     tests/exports/test_gpt2.py tests/docs/test_reference.py tests/docs/test_combinations.py
