@@ -7,8 +7,8 @@ usage() {
     cat <<'END'
 usage: scripts/test_frameworks.sh [pytest arguments]
 
-Makes .venv and, beside it, .venv-frameworks with PyTorch, JAX for the CPU, optax, Flax, Equinox
-and Haiku (the first time only), and runs the tests that scripts/test.sh skips without them:
+Makes .venv and, beside it, .venv-frameworks with PyTorch, JAX for the CPU, optax, Flax, Equinox,
+Haiku, transformers, accelerate and Lightning (the first time only), and runs the tests that scripts/test.sh skips without them:
 
     memory     pytest: one process, thread-ranks, and spawned jobs
     mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
@@ -44,6 +44,11 @@ if ! "$overlay_python" -c "$is_whole" 2>/dev/null; then
     printf 'import site; site.addsitedir(r"%s")\n' "$("$python" -c "$packages")" \
         >"$("$overlay_python" -c "$packages")/mpishard-of-.venv.pth"
 fi
+# Without them only tests/torch/test_trainers.py is skipped.
+trainers='import importlib.util as u; assert all(map(u.find_spec, "transformers lightning".split()))'
+"$overlay_python" -c "$trainers" 2>/dev/null ||
+    "$python" -m pip --python "$overlay_python" --disable-pip-version-check install --quiet \
+        transformers accelerate lightning || say 'no Trainer, accelerate and Fabric here'
 
 cd -- "$root"
 export OMP_NUM_THREADS=1
@@ -51,7 +56,8 @@ export OMP_NUM_THREADS=1
 export PATH="$venv/bin:$PATH" LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 files=(
-    tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_optax.py
+    tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_jax_state.py
+    tests/adapters/test_optax.py
     tests/adapters/test_function_model.py tests/test_arrays.py
     tests/examples/test_train_torch.py tests/examples/test_train_jax.py
     tests/exports/test_gpt2.py tests/docs/test_reference.py tests/docs/test_combinations.py

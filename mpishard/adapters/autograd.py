@@ -14,6 +14,7 @@ from mpishard.adapters.placed_vector import TreeModel, described
 from mpishard.base import Array, Scalar, as_loss, optional_package
 from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import tree_of
+from mpishard.nn import Context
 
 
 class Trace:
@@ -143,7 +144,7 @@ class AutogradModel(TreeModel):
     # ---------------------------------------------------------------------------------- computing
 
     def forward_pass(
-        self, x: Array, y: Array, loss: ILossFunction | None
+        self, x: Array, y: Array, loss: ILossFunction | None, context: Context
     ) -> tuple[Scalar, Scalar, Saved]:
         if len(x) == 0:
             return 0.0, 0.0, None

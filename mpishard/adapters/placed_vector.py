@@ -25,6 +25,7 @@ from mpishard.checkpoint import PlainModelFiles
 from mpishard.contracts import ILossFunction, ModelMetadata
 from mpishard.data import tree_of
 from mpishard.models import IPlaceableModel, ParameterStore
+from mpishard.nn import Context
 from mpishard.sharding import ParameterEntry
 
 
@@ -156,7 +157,8 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         def receive(index: int, gradient: Array) -> None:
             parts[index] += gradient
 
-        total, weight, saved = self.forward_pass(x, y, loss_function or self.default_loss_function)
+        loss = loss_function or self.default_loss_function
+        total, weight, saved = self.forward_pass(x, y, loss, Context())
         # Without samples the loss has no gradient, and 0 / 0 would be NaN.
         if weight == 0:
             return 0.0, full
@@ -201,8 +203,8 @@ class TreeModel(PlacedVectorModel):
     def __init__(
         self,
         tree: ParameterTree,
-        loss: Callable[[Any, Any, Any], Any],
-        predict: Callable[[Any, Any], Any] | None,
+        loss: Callable[..., Any],
+        predict: Callable[..., Any] | None,
         loss_is_sum: bool,
     ) -> None:
         if not callable(loss):
@@ -276,6 +278,11 @@ class TreeModel(PlacedVectorModel):
     def _parameters(self) -> Any:
         return self._tree.build(self._leaves)
 
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        """First arguments of the user's functions, before the samples."""
+        return (self._parameters,)
+
     def predict(self, x: Array) -> Array:
         """Return ``predict(parameters, x)``.
 
@@ -284,21 +291,21 @@ class TreeModel(PlacedVectorModel):
         MissingMemberError
             If the model was made without ``predict``.
         """
-        prediction: Array = self._known_predict()(self._parameters, tree_of(x))
+        prediction: Array = self._known_predict()(*self._given, tree_of(x))
         return prediction
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:
             return 0.0, 0.0
         # The sum over samples is returned, because ranks may have different numbers of samples.
-        value = as_loss(self._loss(self._parameters, tree_of(x), tree_of(y)), self)
+        value = as_loss(self._loss(*self._given, tree_of(x), tree_of(y)), self)
         return value * self._factor(x), float(len(x))
 
     def _factor(self, x: Array) -> int:
         """Return the number that makes a sum over samples of the loss of ``x``."""
         return 1 if self._loss_is_sum else len(x)
 
-    def _known_predict(self) -> Callable[[Any, Any], Any]:
+    def _known_predict(self) -> Callable[..., Any]:
         if self._predict is None:
             raise MissingMemberError(
                 f"this {self._name} was made without predict, which is needed now; pass "

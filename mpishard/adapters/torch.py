@@ -15,6 +15,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
 from mpishard.models import ParameterStore
+from mpishard.nn import Context
 
 _BESIDE = "beside"  # Key in saved choices of the module's state beside the vector.
 _BUFFERS = "buffers"  # Key in those of earlier releases, which had buffers alone.
@@ -261,7 +262,7 @@ class TorchModel(PlacedVectorModel):
         return output, output.detach().to(getattr(torch, self._dtype.name)).numpy()
 
     def forward_pass(
-        self, x: Array, y: Array, loss: ILossFunction | None
+        self, x: Array, y: Array, loss: ILossFunction | None, context: Context
     ) -> tuple[Scalar, Scalar, Saved]:
         import torch
 

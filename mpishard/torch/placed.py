@@ -306,7 +306,8 @@ def require_real(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise ValueError(
             f"parameters must be real, and {some(odd)} are complex, whose imaginary part "
             "module.float() would drop: make the parameter p of the module "
-            "torch.nn.Parameter(torch.view_as_real(p)), and compute with torch.view_as_complex(p)"
+            "torch.nn.Parameter(torch.view_as_real(p)), and compute with torch.complex(p[..., 0], "
+            "p[..., 1]). docs/bring-a-torch-module.md has ten lines for modules of others"
         )
 
 

@@ -647,7 +647,7 @@ REFUSED = {
     "half": (lambda: nn.Linear(2, 2).half(), ValueError, "float16; use module.float"),
     "complex": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)), ValueError,
-        r"'1.weight' and 1 more are complex, .*torch.view_as_real\(p\).*torch.view_as_complex",
+        r"'1.weight' and 1 more are complex, .*torch.view_as_real\(p\).*torch.complex\(",
     ),
     "device": (lambda: nn.Linear(2, 2, device="meta"), ValueError, "'weight on meta' and 1 more"),
     "lazy": (lambda: nn.LazyLinear(2), TypeError, "no shape yet; call the module once"),

@@ -251,8 +251,8 @@ class Drifting(Shifted):
         self.shift = ranks.broadcast(self.shift.copy(), root=0)
         return True
 
-    def forward_pass(self, x: Any, y: Any, loss: Any) -> Any:
-        found = super().forward_pass(x, y, loss) if len(x) else (0.0, 0.0, None)
+    def forward_pass(self, x: Any, y: Any, loss: Any, context: Any) -> Any:
+        found = super().forward_pass(x, y, loss, context) if len(x) else (0.0, 0.0, None)
         self.shift = self.shift + self.pace  # the backward pass reads the array of this pass
         return found
 

@@ -226,9 +226,59 @@ def test_complex_parameters_are_refused_and_their_real_views_sharded(backend, pr
         if is_sent:
             assert mst.shard(model, precision=precision).phases.tolist() == [0, 0]
             continue
-        with pytest.raises(ValueError, match=r"'factor' are complex.*torch\.view_as_real\(p\)"):
+        with pytest.raises(
+            ValueError, match=r"'factor' are complex.*torch\.view_as_real\(p\).*torch\.complex\("
+        ):
             mst.shard(model, precision=precision)
         assert model.phases.tolist() == [1j * backend.rank] * 2
+
+
+class Spectral(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))  # of an odd size, before the complex one
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.fft.irfft(self.scale * torch.fft.rfft(x) * self.weight, n=5))
+
+
+class Complex(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, real: Any, imaginary: Any) -> Any:
+        return torch.complex(real, imaginary)
+
+    def right_inverse(self, p: Any) -> Any:
+        return p.real.clone(), p.imag.clone()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@by_path
+@in_worlds(2, 3)
+def test_two_real_parameters_train_as_a_complex_one(backend, path, strategy):
+    with nets.making:
+        torch.manual_seed(0)
+        model, alone = Spectral(), Spectral()
+    alone.load_state_dict(model.state_dict())
+    for each in (model.scale, *model.last.parameters(), alone.scale, *alone.last.parameters()):
+        each.data = each.data.double()
+    nn.utils.parametrize.register_parametrization(model, "weight", Complex())
+    mst.init()
+    model, (x, y) = mst.shard(model, strategy, minimum_unit_size=1), nets.batch("mlp")
+    for one, adam, clip, data in (
+        (model, mst.optimizer(torch.optim.AdamW, model, lr=1e-3), mst.clip_grad_norm_,
+         nets.mine(backend, (x, y))),
+        (alone, torch.optim.AdamW(alone.parameters(), lr=1e-3),
+         lambda one, norm: nn.utils.clip_grad_norm_(one.parameters(), norm), (x, y)),
+    ):  # fmt: skip
+        for _ in range(3):
+            adam.zero_grad()
+            nets.squared(one, *data).backward()
+            clip(one, 0.1)
+            adam.step()
+    with torch.no_grad():
+        assert float((model.weight - alone.weight).abs().max()) < 1e-12
+        assert float((model.last.weight - alone.last.weight).abs().max()) < 1e-12
 
 
 @in_worlds(1)

@@ -24,6 +24,7 @@ from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
+from mpishard.nn import Context
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
@@ -92,7 +93,7 @@ class IPlaceableModel(ABC):
         """
 
     def share_changed_state(self, ranks: CommunicationBackend) -> bool:
-        """Take the state besides parameters that passes of rank 0 have changed. Collective.
+        """Make one state besides parameters of those that the ranks' passes changed. Collective.
 
         Returns
         -------
@@ -104,6 +105,11 @@ class IPlaceableModel(ABC):
     @property
     def may_use_some(self) -> bool:
         """True if a pass may give some parameters no gradient, and updates then leave them out."""
+        return False
+
+    @property
+    def is_random(self) -> bool:
+        """True if passes use the step and the index of each sample in the global batch."""
         return False
 
     @property
@@ -135,11 +141,12 @@ class IPlaceableModel(ABC):
 
     @abstractmethod
     def forward_pass(
-        self, x: Array, y: Array, loss: ILossFunction | None
+        self, x: Array, y: Array, loss: ILossFunction | None, context: Context
     ) -> tuple[Scalar, Scalar, Saved]:
         """Return sum and weight of the loss, and the saved values that `backward_pass` needs.
 
-        With ``loss`` None it is the model's own.
+        With ``loss`` None it is the model's own. ``context`` has the step, and the index of the
+        first sample.
         """
 
     @abstractmethod
@@ -179,6 +186,7 @@ class PlacedProgram(WholeProgram):
         # Nothing is gathered: the module reads its parameters in place.
         self.kept = frozenset()
         self.used = set() if model.may_use_some else None
+        self.is_random = model.is_random
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Data) -> Data:
@@ -237,7 +245,7 @@ class PlacedProgram(WholeProgram):
             return 0.0, 0.0, None
         if batch.loss is None and not batch.context.training:
             return *self._model.own_loss(batch.x, batch.y), None
-        return self._model.forward_pass(batch.x, batch.y, batch.loss)
+        return self._model.forward_pass(batch.x, batch.y, batch.loss, batch.context)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Saved) -> None:
         if self._plan is None or self._plan.without_gradient != self.frozen_units:

@@ -249,7 +249,7 @@ class Program(ABC):
         """Give every rank the state of rank 0's model other than parameters. Collective."""
 
     def share_changed_state(self, backend: CommunicationBackend) -> bool:
-        """Give every rank the state besides parameters that rank 0's passes changed. Collective.
+        """Make one state besides parameters of those that the ranks' passes changed. Collective.
 
         Returns
         -------
