@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHELL_FILES = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci/run"]
+SHELL_FILES = [
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    *sorted((ROOT / "tests" / "hosts").glob("*.sh")),
+    ROOT / ".ci/run",
+]
 
 
 @pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
