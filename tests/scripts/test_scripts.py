@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SHELL_FILES = [
     *sorted((ROOT / "scripts").glob("*.sh")),
-    *sorted((ROOT / "tests" / "hosts").glob("*.sh")),
+    *sorted((ROOT / "tests/hosts").glob("*.sh")),
     ROOT / ".ci/run",
 ]
 

@@ -22,7 +22,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object instead of lines.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure nothing, and start no job.")
+        bool, typer.Option("--quick", help="Measure nothing, and start no ranks.")
     ] = False,
     hosts: Annotated[
         str,
