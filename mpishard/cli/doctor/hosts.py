@@ -60,8 +60,13 @@ def names_of(text: str) -> list[str]:
     return [host.name for host in parse_hosts(expanded, max(slots, len(numbers)))]
 
 
-def examine_hosts(names: Sequence[str], mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield the findings about hosts. Those that do not answer are left out of the comparisons."""
+def examine_hosts(
+    names: Sequence[str], mpi: MPIInstallation, quick: bool = False
+) -> Iterator[Finding]:
+    """Yield the findings about hosts. Those that do not answer are left out of the comparisons.
+
+    If ``quick`` no job is started.
+    """
     shell = ["ssh"] if mpi.launcher is None else remote_shell(mpi.launcher)
     own = next((name for name in names if is_this_machine(name)), socket.gethostname())
     remotes = [_Remote(name, shell, own) for name in dict.fromkeys([own, *names])]
@@ -84,7 +89,8 @@ def examine_hosts(names: Sequence[str], mpi: MPIInstallation) -> Iterator[Findin
         ports = list(_ports(answering, facts, own, network))
         yield from ports
         yield from _memory(facts, own)
-    if mpi.launcher is not None and not silent and all(port.fix is None for port in ports):
+    is_ready = not silent and all(port.fix is None for port in ports)
+    if mpi.launcher is not None and is_ready and not quick:
         hosts = [Host(name, 1) for name in names]
         variables = network_variables(mpi.launcher, names, settings.environment())
         yield _network(names, network, *measure_hosts(mpi.launcher, hosts, variables))
