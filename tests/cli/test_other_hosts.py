@@ -172,3 +172,13 @@ def test_the_state_of_a_process_is_that_of_its_host(tmp_path):
         (record,) = records_in(tmp_path)
         assert (record.is_alive, record.is_stopped) == state
     assert len(page.read_bytes()) == PAGE_BYTES
+
+
+@pytest.mark.spawned
+def test_ranks_that_nobody_watches_leave_nothing_either(tmp_path):
+    job = Job(tmp_path, timeout=0.2)
+    job.hosts.end()
+    agent = job.start("/bin/sh", "-c", "sleep 1; exit 4")
+    assert agent.wait(20) == 4
+    until(lambda: not list(job.other.iterdir()))
+    agent.communicate()
