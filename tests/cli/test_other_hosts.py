@@ -120,7 +120,7 @@ def test_ranks_end_if_mpishard_run_is_gone(job):
 @pytest.mark.spawned
 def test_a_rank_gets_the_pages_of_the_other_hosts(job):
     StatusPage(0, 4).publish(job.folder)
-    agent = job.start("/bin/sh", "-c", "touch $MPISHARD_JOB_FOLDER/wanted; sleep 60")
+    agent = job.start("/bin/sh", "-c", "touch $MPISHARD_JOB_FOLDER/wanted; exec sleep 60")
     job.look_until(lambda _: list(job.other.glob("*/rank-0-*")))
     (folder,) = job.other.iterdir()
     until(lambda: not (folder / "wanted").exists())
