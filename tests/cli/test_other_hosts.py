@@ -120,7 +120,7 @@ def test_ranks_end_if_mpishard_run_is_gone(job):
 @pytest.mark.spawned
 def test_a_rank_gets_the_pages_of_the_other_hosts(job):
     StatusPage(0, 4).publish(job.folder)
-    agent = job.start("/bin/sh", "-c", "touch $MPISHARD_JOB_FOLDER/wanted; sleep 60")
+    agent = job.start("/bin/sh", "-c", "touch $MPISHARD_JOB_FOLDER/wanted; exec sleep 60")
     job.look_until(lambda _: list(job.other.glob("*/rank-0-*")))
     (folder,) = job.other.iterdir()
     until(lambda: not (folder / "wanted").exists())
@@ -172,3 +172,13 @@ def test_the_state_of_a_process_is_that_of_its_host(tmp_path):
         (record,) = records_in(tmp_path)
         assert (record.is_alive, record.is_stopped) == state
     assert len(page.read_bytes()) == PAGE_BYTES
+
+
+@pytest.mark.spawned
+def test_ranks_that_nobody_watches_leave_nothing_either(tmp_path):
+    job = Job(tmp_path, timeout=0.2)
+    job.hosts.end()
+    agent = job.start("/bin/sh", "-c", "sleep 1; exit 4")
+    assert agent.wait(20) == 4
+    until(lambda: not list(job.other.iterdir()))
+    agent.communicate()

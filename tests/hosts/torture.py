@@ -255,7 +255,7 @@ def judge(trial: Trial) -> None:  # noqa: C901 - a line for each kind
     elif kind in ("stop-rank", "asleep", "elsewhere"):
         expect(code == 124 or not is_running, f"code {code} in place of 124")
         words = {"stop-rank": "is stopped", "asleep": "asleep"}.get(kind, "message")
-        expect(not is_running or f"rank {trial.victim} " in text.lower(), "it is not named")
+        expect(not is_running or re.search(rf"[Rr]ank {trial.victim}\b", text), "it is not named")
         expect(not is_running or words in text, f"no word of {words}")
     elif kind in LOST:
         expect(not is_running or re.search(r"host node2 \(ranks? .*has not been", text), "no host")

@@ -61,6 +61,8 @@ def main() -> None:
     agent = _HostAgent(folder, *os.environ["MPISHARD_RUN"].split("/"))
     if agent.connect():
         agent.serve()
+    else:
+        agent.outlast()
     agent.end()
 
 
@@ -116,8 +118,7 @@ class _HostAgent:
             text = f"{os.uname().nodename} cannot reach port {self._port} of the host of "
             text += f"`mpishard run` ({why}): the ends of its ranks are not reported"
             os.write(2, f"mpishard run: {text}\n".encode())
-        # Its ranks may do well without it.
-        os._exit(0)
+        return False
 
     def _watch_connection(self) -> None:
         """Let the system close the connection if nothing arrives at the other end."""
@@ -156,6 +157,15 @@ class _HostAgent:
                     self._send(
                         notes=notes, wants=wants, pages=self._pages() if has_end else self._heads()
                     )
+
+    def outlast(self) -> None:
+        """Wait for the end of the ranks, which may do well without a connection."""
+        self._is_over = True
+        self._new_notes()
+        while self._ranks:
+            time.sleep(_HEARTBEAT_SECONDS)
+            self._new_notes()
+            self._vanished()
 
     def _new_notes(self) -> list[list[str]]:
         notes = []
