@@ -696,7 +696,7 @@ LATE = {
     "float": (lambda m: m.float(), "'0.weight' is no longer in the memory"),
     "assign": (
         lambda m: m.load_state_dict(nn.Sequential(*m).double().state_dict(), assign=True),
-        "'0.weight' is no longer in the memory",
+        "'0.weight' was replaced or deleted",
     ),
     "replaced": (lambda m: m.insert(0, nn.Linear(5, 5)), "'0.weight' was .* not in the module"),
     "appended": (lambda m: m.append(nn.Linear(2, 2)), "'2.weight' was .* not in the module"),
