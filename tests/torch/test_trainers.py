@@ -31,9 +31,10 @@ CHANGES = {
     r"mst\.DataLoader": "torch.utils.data.DataLoader",
     r"mst\.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
 }
-# For a comparison: float64, one order of samples, no dropout; and the parameters at the end.
+# For a comparison: float64, also in losses that call float(), one order of samples, no dropout.
 EXACT = {
-    "import torch\n": "import torch\ntorch.set_default_dtype(torch.float64)\n",
+    "import torch\n": "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    "torch.Tensor.float = torch.Tensor.double\n",
     "shuffle=True": "shuffle=False",
     "report_to": 'disable_tqdm=True, train_sampling_strategy="sequential", report_to',
     "resid_pdrop=0.0": "resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0",
@@ -100,6 +101,4 @@ def test_the_pages_program_equals_that_of_one_process(library: str, tmp_path: Pa
         )
         found = run(text + ends, tmp_path / str(ranks), ranks, **variables)
         for name, values in expected.items():
-            # The Trainer's language models compute their loss in float32.
-            bound = 1e-9 if library == "transformers" else 1e-12
-            torch.testing.assert_close(found[name], values, rtol=0, atol=bound)
+            torch.testing.assert_close(found[name], values, rtol=0, atol=1e-12)
