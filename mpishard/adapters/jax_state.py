@@ -187,9 +187,12 @@ class JaxState:
 
     def to_text(self) -> str:
         """Return the leaves by name, as text for a checkpoint's metadata."""
-        named = zip(self.names, self.leaves, strict=True)
-        # np.ascontiguousarray would give an array without dims one.
-        leaves = {name: np.asarray(leaf, order="C") for name, leaf in named}
+        leaves = {}
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            # NumPy cannot read dtypes of JAX such as bfloat16, which are exact in float32.
+            plain = leaf if leaf.dtype.kind in "fiub" else leaf.astype(np.float32)
+            # np.ascontiguousarray would give an array without dims one.
+            leaves[name] = np.asarray(plain, order="C")
         return base64.b64encode(bytes_of(leaves, None)).decode()
 
     def values_in(self, text: str) -> list[Array]:

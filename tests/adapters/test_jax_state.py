@@ -11,6 +11,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.adapters import JaxModel
+from mpishard.adapters.jax_state import JaxState
 from mpishard.errors import CheckpointError, ShardingError
 from mpishard.testing.worlds import in_worlds
 
@@ -332,6 +333,24 @@ def test_a_state_that_cannot_be_averaged_must_be_equal(backend: Any) -> None:
     mine = slice(ENDS[backend.rank], ENDS[backend.rank + 1])
     with pytest.raises(ShardingError, match=r"state 'n' .*element \[1\] is 4 on rank 0 and 2 on"):
         optimizer.step(sharded, x[mine], y[mine])
+
+
+@in_worlds(3)
+def test_a_state_of_any_dtype_is_averaged_and_saved(backend: Any) -> None:
+    dtypes = {"b": jnp.bfloat16, "h": np.float16, "f": float, "n": np.uint8, "is": bool}
+    first = {name: jnp.zeros((2, 3), dtype) for name, dtype in dtypes.items()} | {"e": np.ones(0)}
+    state = JaxState(first, np.dtype(float))
+    state.distribute(backend)
+    new = {n: jnp.full_like(a, backend.rank) if n in "bhf" else a + 1 for n, a in first.items()}
+    state.take(state.checked({**new, "is": ~first["is"]}), backend.rank + 1)
+    state.share(backend)
+    for name, leaf in state.tree.items():
+        assert leaf.dtype == first[name].dtype
+        # The weights of ranks 0, 1 and 2 are 1, 2 and 3.
+        assert (leaf == first[name].dtype.type((0 + 2 + 6) / 6)).all()
+    for leaf, saved in zip(state.leaves, state.values_in(state.to_text()), strict=True):
+        assert leaf.dtype == saved.dtype
+        assert leaf.tobytes() == saved.tobytes()
 
 
 @in_worlds(2)
