@@ -434,7 +434,7 @@ def test_an_interrupted_split_leaves_no_rank_blocked(backend, make_world, when, 
 
 
 @pytest.mark.mpi
-def test_a_repeated_training_step_notifies_the_others(backend, make_world, change_steps):
+def test_a_repeated_training_step_notifies_the_others(backend, request, make_world, change_steps):
     """The repeated step waits again for the reduction that the exception interrupted."""
     own, odd = make_world(), backend.world_size - 1
     model = as_distributed(nn.MLP([8, 40, 1], seed=0), own, "ddp")
@@ -450,8 +450,9 @@ def test_a_repeated_training_step_notifies_the_others(backend, make_world, chang
         change_steps(lambda steps: interrupted_steps(steps, 1, AlarmError("10 s"), inside=False))
         with pytest.raises(AlarmError):
             step(own)
-    is_in_rows = isinstance(own._group.channel, RowChannel)
-    assert_ended(own, odd, "AlarmError", "reduce_scatter" if is_in_rows else "all_reduce", step)
+    names = {"rows": "reduce_into", "messages": "all_reduce", "two nodes": "reduce_in_place"}
+    name = names[request.node.callspec.params["make_world"]]
+    assert_ended(own, odd, "AlarmError", name, step)
     own.shutdown()
 
 

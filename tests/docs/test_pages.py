@@ -207,7 +207,7 @@ def test_code_fits_its_column_and_outputs_hold_whole_numbers(page):
 
 def test_the_site_begins_with_installation_and_tutorial():
     site = (ROOT / "mkdocs.yml").read_text()
-    pages = re.findall(r"^  - (?:\w+: )?(\S+\.md)$", site, re.MULTILINE)
+    pages = re.findall(r"^ +- (?:\w+: )?(\S+\.md)$", site, re.MULTILINE)
     assert pages[:3] == ["index.md", "install.md", "tutorial.md"]
     assert "scheme: slate" in site
     style = (DOCS / "stylesheets" / "extra.css").read_text()
