@@ -122,7 +122,7 @@ def init(backend: BackendName = "auto", *, on_failure: OnFailure = "abort") -> C
         record_if_asked(made)  # an MPI backend does this itself in `initialize`
     loaded = loaded_kernel() if made.rank == 0 else None
     if loaded is not None and (better := better_kernel(loaded)) is not None:
-        _logger.info(
+        _logger.debug(
             "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
             "processor: export OPENBLAS_CORETYPE=%s, or start with mpishard run, which sets it",
             loaded,
