@@ -146,7 +146,10 @@ def test_the_values_of_pmi2_are_shortened(alone, library):
     assert asked == [b"cmd=init\n", b"cmd=get_maxes\n", b"cmd=get_appnum\n"]
     limit = 512 if "ucx" in library else 1024
     assert replies[1:] == [b"cmd=maxes vallen_max=%d\n" % limit, b"direct\n"]
-    assert "mpishard-pmi" not in [thread.name for thread in threading.enumerate()]
+    helpers = [thread for thread in threading.enumerate() if thread.name == "mpishard-pmi"]
+    for thread in helpers:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in helpers)
     ours.close()
     slurm.close()
 
