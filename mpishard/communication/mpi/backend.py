@@ -20,6 +20,7 @@ from mpishard.base import (
     Array,
     CommunicationError,
     DType,
+    MPIUnavailableError,
     PeerError,
     is_device_array,
     require_type,
@@ -40,7 +41,7 @@ from mpishard.communication.mpi.arena import ArenaCollectives
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
-from mpishard.communication.mpi.job import IN_INIT, MPIJob, library_files
+from mpishard.communication.mpi.job import IN_INIT, MPIJob, library_files, unlink_mpich_files
 from mpishard.communication.mpi.library import (
     call_uninterrupted,
     check_launched_world,
@@ -126,7 +127,11 @@ class MPICommunicationBackend(CommunicationBackend):
         if comm is None:
             comm = mpi.COMM_WORLD
             # Only for the default: a user's own communicator may well have one rank.
-            check_launched_world(comm.Get_size(), mpi.Get_library_version())
+            try:
+                check_launched_world(comm.Get_size(), mpi.Get_library_version())
+            except MPIUnavailableError:
+                unlink_mpich_files()  # the process ends without MPI_Finalize
+                raise
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
         self._on_failure: OnFailure = on_failure

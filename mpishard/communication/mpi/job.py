@@ -129,7 +129,7 @@ class MPIJob:
         self.statuses.share(comm.allgather, ranks)
         node.Free()
         if settings.job_folder() is None:
-            _unlink_mpich_files()
+            unlink_mpich_files()
         if rows[0][3] is not None:
             self._link_nodes({row[0] for row in rows}, rows[0][3])
         if survives and self.world_size > 1:
@@ -419,7 +419,7 @@ _FILES = re.compile(
 )
 
 
-def _unlink_mpich_files() -> None:
+def unlink_mpich_files() -> None:
     """Remove the names of MPICH's files in ``/dev/shm``, which `mpishard run` otherwise does.
 
     All ranks of the node have mapped them by now, and a job that is killed would leave them. Ranks
