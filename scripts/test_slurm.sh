@@ -10,7 +10,7 @@ usage: scripts/test_slurm.sh [CHECK..]
 Installs SLURM where apt-get does, starts it on three hosts made of Linux namespaces (a login node
 and two compute nodes), and runs there examples/slurm/train.sbatch, mpishard doctor and mpishard
 run, with MPICH and Open MPI: to the end, preempted, requeued, with a killed rank, with a lost node.
-SLURM and its hosts are removed at the end. Takes about five minutes; needs Linux and root.
+SLURM and its hosts are removed at the end. Takes about three minutes; needs Linux and root.
 
     plugins doctor complete preempted capped killed array node restarts    the checks; default: all
 
