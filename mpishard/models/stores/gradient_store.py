@@ -408,7 +408,7 @@ class ShardedGradients(GradientStore):
         self._slot_count = len(slots)
         self._unbooked = list(slots)
         self._open: dict[int, Arena] = {}
-        self._deferred: dict[int, Arena] = {}
+        self._deferred: dict[int, Array] = {}
         self._is_deferring = self._defers = False
         self._scratch: list[Array] = []
         self._reduced: set[int] = set()
@@ -448,28 +448,32 @@ class ShardedGradients(GradientStore):
             self._reduced.clear()
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        buffer = self._deferred.get(unit.index)
-        if buffer is None:
-            buffer = self._open.get(unit.index)
-        if buffer is not None:
-            return buffer.mine[self._whole[unit.index]], False
+        earlier = self._deferred.get(unit.index)
         if self._is_deferring:
+            if earlier is not None:
+                return earlier, False
             # Of the unit's own length: it is kept for the round, and the pooled ones go on.
             array = self.layout.allocate(MemoryCategory.FULL_GRADIENTS, unit.length)
-            buffer = self._deferred[unit.index] = self.layout.private_slot(array)
-        else:
-            buffer = self._open[unit.index] = self._take_slot()
-        return buffer.mine[self._whole[unit.index]], True
+            self._deferred[unit.index] = array
+            return array, True
+        slot = self._open.get(unit.index)
+        if slot is not None:
+            return slot.mine[self._whole[unit.index]], False
+        slot = self._open[unit.index] = self._take_slot()
+        target = slot.mine[self._whole[unit.index]]
+        if earlier is not None:
+            # A round's sum travels as any gradient does. Otherwise ranks with different rounds
+            # would issue different calls, and no count of batches could be compared.
+            target[...] = earlier
+            del self._deferred[unit.index]
+        return target, earlier is None
 
     def reduce(self, unit: Unit) -> None:
         full = self.gradient(unit)
         if self._is_deferring:
             return
-        slot = self._open.pop(unit.index, None)
-        carrier = self._deferred.pop(unit.index, slot)
-        loans: list[_GiveBack] = []
-        if slot is not None:
-            loans.append(partial(self._free.append, slot))
+        carrier = slot = self._open.pop(unit.index)
+        loans: list[_GiveBack] = [partial(self._free.append, slot)]
         compression, whole = self._compression, self._whole[unit.index]
         if compression is not None:
             while not compression.free:
@@ -477,8 +481,7 @@ class ShardedGradients(GradientStore):
             carrier = compression.free.pop()
             encode(full, carrier.mine[whole])
             # The rounded copy travels, so that the next unit can use the full buffer at once.
-            if slot is not None:
-                self._free.append(slot)
+            self._free.append(slot)
             loans = [partial(compression.free.append, carrier)]
         # Later micro-batches add to the sum; the first one of a round replaces the last round's.
         adds = unit.index in self._reduced
@@ -492,14 +495,12 @@ class ShardedGradients(GradientStore):
             scratch = self._take_scratch(wide=compression is not None)
             loans.append(partial(self._scratch.append, scratch))
             result = scratch[: target.size]
-        assert carrier is not None
         work = carrier.reduce_into(result, whole, subject=self.layout.subjects[unit.index])
         self.in_flight.append(_Reduction(work, target, result, adds, loans))
 
     def abandon(self) -> None:
         self._free += self._open.values()
         self._open.clear()
-        # Not back to the pool: deferred gradients have buffers of their own lengths.
         self._deferred.clear()
         self._scratch.clear()
         if self.in_flight:
