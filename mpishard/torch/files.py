@@ -24,7 +24,7 @@ from mpishard.torch.beside import (
     take_state,
     to_text,
 )
-from mpishard.torch.optimizer import (
+from mpishard.torch.optimizer_state import (
     is_elementwise,
     numbered_parameters,
     owned_parameters,

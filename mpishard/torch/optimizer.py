@@ -1,243 +1,36 @@
-"""Optimizers of PyTorch, or rules of mpishard, for the parts that a rank owns; and clipping.
-
-Their state dicts have PyTorch's own form: whole tensors, on every rank.
-"""
+"""Optimizers of PyTorch, or rules of mpishard, for the parts that a rank owns."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import math
-import operator
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.base import Array, CollectiveMismatchError, ShardingError, settings
-from mpishard.communication import CommunicationBackend, called_as, differences
+from mpishard.base import ShardingError, settings
+from mpishard.communication import called_as
 from mpishard.observe import span
 from mpishard.optimizers import (
-    Constant,
     Optimizer,
-    PieceViews,
-    Segment,
-    UpdateContext,
-    count_missed,
-    missed_by,
 )
-from mpishard.torch.gradients import GradientPart, plain
+from mpishard.torch.gradients import GradientPart
 from mpishard.torch.lone_saves import warn_of_lone_saves
+from mpishard.torch.optimizer_state import (
+    checksum_of_parameters,
+    gather_states,
+    needs_closure,
+    refuse_other_parameters,
+    slice_states,
+)
 from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict
+from mpishard.torch.rule_optimizer import RuleOptimizer
 from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
-
-
-def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
-    """Return the p-norm of the gradients over all parts and ranks. Collective."""
-    is_largest = math.isinf(order)
-    add = max if is_largest else operator.add
-    sums = {True: 0.0, False: 0.0}  # Of gradients that are split, and of whole gradients.
-    for part in parts:
-        if part.tensor.grad is None:
-            continue
-        gradient = plain(part.tensor.grad)
-        norm = float(torch.linalg.vector_norm(gradient, order)) if gradient.numel() else 0.0
-        is_split = part.owner.shards_state
-        sums[is_split] = add(sums[is_split], norm if is_largest else norm**order)
-    # Only split gradients are summed over ranks. Whole gradients are equal on every rank, and would
-    # count several times.
-    if any(part.owner.shards_state for part in parts):
-        # Ranks may give the parameters in any order.
-        given = sorted((part.owner.layout.subject, part.index) for part in parts)
-        mark = zlib.crc32(np.array(given).tobytes())
-        row = np.array([[sums[True], mark]])
-        rows = parts[0].owner.backend.all_gather(row, subject=given[0][0])
-        if (rows[:, 1] != mark).any():
-            raise ShardingError(
-                "the ranks compute the norm of the gradients of different parameters: give "
-                "clip_grad_norm_() the same on every rank"
-            )
-        norms = rows[:, 0]
-        sums[True] = float(norms.max() if is_largest else norms.sum())
-    total: float = add(sums[True], sums[False])
-    return total if is_largest else total ** (1 / order)
-
-
-def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-) -> Any:
-    """Scale gradients down to a norm, over all parameters and ranks, of ``max_norm``. Collective.
-
-    It computes what ``torch.nn.utils.clip_grad_norm_`` computes in one process.
-
-    Parameters
-    ----------
-    parameters : torch.nn.Module, torch.Tensor, or iterable of torch.Tensor
-        A sharded model, or parameters of sharded models.
-    max_norm : float
-        Maximum norm. With infinity the norm is only computed.
-    norm_type : float
-        Order p > 0 of the p-norm. With infinity, or "inf", it is the largest absolute value.
-    error_if_nonfinite : bool
-        Raise an error if the norm is not finite.
-
-    Returns
-    -------
-    torch.Tensor
-        The norm before clipping, a scalar, the same on every rank.
-
-    Raises
-    ------
-    ValueError
-        If ``norm_type`` is not above 0.
-    ShardingError
-        If a parameter is not one of a sharded model, or the last ``backward()`` was inside
-        `no_sync`. On every rank, if ranks give different parameters, except under DDP.
-    RuntimeError
-        If the norm is not finite and ``error_if_nonfinite`` is True. Every rank raises it, and
-        nothing has changed.
-    """
-    max_norm, norm_type = float(max_norm), float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, got {norm_type}")
-    if isinstance(parameters, torch.nn.Module):
-        parts = module_of(parameters).parts
-    else:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        parts = [owned_parameter(parameter) for parameter in given if parameter.requires_grad]
-    owners = list(dict.fromkeys(part.owner for part in parts))
-    for owner in owners:
-        owner.require_reduced("clip_grad_norm_()")
-    total = norm_of(parts, norm_type)
-    if error_if_nonfinite and not math.isfinite(total):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
-            "clipped; error_if_nonfinite=False turns this check off"
-        )
-    # torch.nn.utils.clip_grad_norm_ adds 1e-6, too, so that both give the same numbers.
-    factor = max_norm / (total + 1e-6)
-    if not factor >= 1:  # This is True for NaN, too, as in PyTorch.
-        for part in parts:
-            if part.tensor.grad is not None:
-                plain(part.tensor.grad).mul_(factor)
-    dtype = parts[0].tensor.dtype if parts else torch.float32
-    return torch.tensor(total, dtype=dtype)
-
-
-class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """Optimizer that updates this rank's parts of a model by a rule of mpishard.
-
-    Its only group has ``lr``, which schedulers of PyTorch set, and ``steps``, the number of
-    updates. A rule with a schedule of its own sets ``lr`` itself. Options of single parameters
-    are the rule's ``parameter_options``.
-
-    Parameters
-    ----------
-    groups : list
-        Tensors of parts, or one group of them.
-    rule : Optimizer
-        Rule of `mpishard.optimizers`.
-    parts : mapping of int to OwnedParameter
-        The parts, by the id of their tensors.
-
-    Raises
-    ------
-    ValueError
-        If there are several groups or models, or options match no parameter.
-    TypeError
-        If the rule searches along a line.
-    """
-
-    def __init__(
-        self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, OwnedParameter]
-    ) -> None:
-        if rule.searches:
-            raise TypeError(
-                f"{type(rule).__name__} computes the loss several times a step; loops of PyTorch "
-                "take rules that update once after a backward()"
-            )
-        # A rule's clipping and count of steps are those of one model.
-        if len({part.owner for part in parts.values()}) > 1:
-            raise ValueError(f"{type(rule).__name__} updates one model; make one for each")
-        self.rule = rule
-        self._parts = parts
-        super().__init__(groups, {"lr": rule.rate_of_step(0), "steps": 0, "numbers": {}})
-        self._names = [part.entry.name for part in parts.values()]
-        rule.checked_options.check_patterns(self._names)
-        self._frozen = rule.checked_options.frozen_among(self._names)
-
-    def add_param_group(self, param_group: StateDict) -> None:
-        """Add the only group, and refuse a second one."""
-        if self.param_groups:
-            raise ValueError(
-                f"{type(self.rule).__name__} of mpishard has one group of parameters; give options "
-                'of single parameters as parameter_options={"*.bias": {"weight_decay": 0}}'
-            )
-        super().add_param_group(param_group)
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parts that have a gradient, and return the closure's loss. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        rule, (group,) = self.rule, self.param_groups
-        if not isinstance(rule.learning_rate, Constant):
-            # A group has the key "initial_lr" if a scheduler of PyTorch changes it.
-            if "initial_lr" in group:
-                raise ValueError(
-                    f"the learning rate of {type(rule).__name__} is already a schedule, "
-                    f"{rule.learning_rate!r}; give the rule a number if a scheduler of PyTorch "
-                    "sets its rate"
-                )
-            group["lr"] = rule.checked_rate(group["steps"])
-        parts = [self._parts[id(tensor)] for tensor in group["params"]]
-        owner = parts[0].owner
-        parts = [part for part in parts if part.entry.name not in self._frozen]
-        trained = [part for part in parts if part.tensor.grad is not None]
-        scale = 1.0
-        if rule.clip_global_norm is not None:
-            scale = rule.clip_factor(norm_of(trained))
-        context = UpdateContext(
-            step=group["steps"] + 1,
-            learning_rate=float(group["lr"]),
-            gradient_scale=scale,
-            sum_over_owners=owner.backend.all_reduce if owner.shards_state else lambda rows: rows,
-            parameter_names=self._names,
-            numbers=group["numbers"],
-        )
-        # Empty parts get a state, too, so that all ranks save the same kinds of arrays.
-        ranges = [self._range(part) for part in trained]
-        rule.update_all([owned for owned in ranges if owned.parameters.size], context)
-        unused = [part.entry.name for part in parts if part.tensor.grad is None]
-        count_missed(unused, group["numbers"])
-        group["steps"] += 1
-        return loss
-
-    def _range(self, part: OwnedParameter) -> PieceViews:
-        state = self.state[part.tensor]
-        for name in self.rule.needed_state():
-            if name not in state:
-                state[name] = torch.zeros_like(part.tensor)
-        return PieceViews(
-            _flat(part.tensor),
-            _flat(part.tensor.grad),
-            {name: _flat(vector) for name, vector in state.items()},
-            (Segment(part.entry.name, 0, part.stop - part.start),),
-            missed_by(part.entry.name, self.param_groups[0]["numbers"]),
-        )
-
-
-def _flat(tensor: torch.Tensor) -> Array:
-    """Return the elements of a contiguous tensor as a vector in the same memory."""
-    values: Array = tensor.detach().reshape(-1).numpy()
-    return values
 
 
 def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
@@ -338,23 +131,6 @@ def _add_group(
     owners[:] = everyone
 
 
-def owned_parameters(made: torch.optim.Optimizer) -> dict[int, OwnedParameter]:
-    """Return the parts that an optimizer updates, by the id of their tensors.
-
-    Raises
-    ------
-    TypeError
-        If `optimizer` has not made the optimizer.
-    """
-    parts: dict[int, OwnedParameter] | None = getattr(made, "_mpishard_parts", None)
-    if parts is None:
-        raise TypeError(
-            f"{type(made).__name__} is not an optimizer of a sharded model; "
-            "mpishard.torch.optimizer(torch.optim.AdamW, model, lr=1e-3) makes one"
-        )
-    return parts
-
-
 def _groups(parameters: Any, parts: dict[int, OwnedParameter]) -> list[Any]:
     """Return the groups with tensors of this rank's parts, and add the parts to ``parts``."""
 
@@ -395,7 +171,7 @@ def _require_elementwise(
     owner = next((owner for owner in owners if owner.shards_state), None)
     if owner is None:
         return
-    if _needs_closure(kind):  # It compares losses, or takes products of all gradients.
+    if needs_closure(kind):  # It compares losses, or takes products of all gradients.
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
     dtype = owner.parts[0].tensor.dtype
     values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
@@ -418,11 +194,6 @@ def _require_elementwise(
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}") from error
     if not torch.allclose(whole.detach().view(-1), torch.cat([h.detach() for h in halves])):
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
-
-
-def _needs_closure(kind: Any) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
 
 
 _NEEDS_WHOLE = (
@@ -472,9 +243,9 @@ def _before_step(
     ]
     backend, subject = owners[0].backend, owners[0].layout.subject
     # Each rank updates other elements, so that different settings would raise no error.
-    mine = np.array([[zlib.crc32(repr(chosen).encode()), _checksum_of_parameters(made)]])
+    mine = np.array([[zlib.crc32(repr(chosen).encode()), checksum_of_parameters(made)]])
     of_settings, of_parameters = backend.all_gather(mine, subject=subject).T
-    _refuse_other_parameters(of_parameters, made, backend)
+    refuse_other_parameters(of_parameters, made, backend)
     if (of_settings != of_settings[0]).any():
         raise ShardingError(
             "the settings of the update, such as the learning rate, differ between ranks "
@@ -533,39 +304,6 @@ class _Evaluation:
         return torch.from_numpy(total).to(mine.dtype).reshape(mine.shape) * first.passes.scale
 
 
-def _checksum_of_parameters(made: torch.optim.Optimizer) -> int:
-    """Return a checksum of the parameters in each group, in their order."""
-    lengths = [len(group["params"]) for group in made.param_groups]
-    ids = lengths, [id(tensor) for group in made.param_groups for tensor in group["params"]]
-    # Kept, because each step compares it, and seldom has other parameters than the last one.
-    known, checksum = made._mpishard_checksum
-    if known != ids:
-        parts = [made._mpishard_parts[number] for number in ids[1]]
-        numbers = [(part.owner.layout.subject, part.index) for part in parts]
-        checksum = zlib.crc32(repr((lengths, numbers)).encode())
-        made._mpishard_checksum = ids, checksum
-    return checksum  # type: ignore[no-any-return]
-
-
-def _refuse_other_parameters(
-    checksums: Any, made: torch.optim.Optimizer, backend: CommunicationBackend
-) -> None:
-    """Refuse parameters that differ between ranks, by the ranks' checksums. Collective then."""
-    if (checksums == checksums[0]).all():
-        return
-    parts = iter(numbered_parameters(made._mpishard_parts, made))
-    names = {
-        f"parameter {place} of group {number}": next(parts)[1].entry.name
-        for number, group in enumerate(made.param_groups)
-        for place in range(len(group["params"]))
-    }
-    found = differences(backend, names) or "they have the same names in other models"
-    raise ShardingError(
-        f"the ranks' optimizers differ in their parameters: by rank, {found}. Nothing was changed; "
-        "give mpishard.torch.optimizer the same parameters, groups and order on every rank"
-    )
-
-
 @called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: Any) -> None:
     """Publish, after a step, the parameters that each rank has updated. Collective."""
@@ -617,109 +355,3 @@ def record(kind: str, made: torch.optim.Optimizer) -> None:
     # `mpishard verify` needs no further steps, so that the rest of the script is not run.
     if kind == "parameters" and step == steps:
         raise SystemExit(0)
-
-
-def numbered_parameters(
-    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer
-) -> Iterator[tuple[int, OwnedParameter]]:
-    """Yield each parameter's number in a state dict of an optimizer, and its part."""
-    tensors = (tensor for group in made.param_groups for tensor in group["params"])
-    for number, tensor in enumerate(tensors):
-        yield number, parts[id(tensor)]
-
-
-def states_of_numbers(made: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the names of states with a value for each element, for parameters of shape ().
-
-    Other states, such as a count of steps, may have the shape () as well. The names are therefore
-    found by a trial step with a vector. If no parameter has the shape (), the set is empty.
-    """
-    if all(part.entry.shape for part in owned_parameters(made).values()):
-        return frozenset()
-    if isinstance(made, RuleOptimizer):
-        return frozenset(made.rule.needed_state())
-    if _needs_closure(made.__class__):  # LBFGS keeps products and directions of all parameters.
-        return frozenset()
-    names: set[str] = set()
-    for group in made.param_groups:
-        trial = torch.nn.Parameter(torch.ones(2))
-        trial.grad = torch.ones(2)
-        options = {key: value for key, value in group.items() if key != "param_names"}
-        tried = made.__class__([{**options, "params": [trial]}], **made._mpishard_options)
-        tried.step()
-        state = tried.state[trial]
-        names |= {key for key in state if is_elementwise(key, state[key], trial.shape, ())}
-    return frozenset(names)
-
-
-def is_elementwise(key: str, value: object, shape: object, of_numbers: Collection[str]) -> bool:
-    """Return True if a state has a value for each element of a tensor of ``shape``.
-
-    ``of_numbers`` has the names that `states_of_numbers` returns.
-    """
-    if not isinstance(value, torch.Tensor) or value.shape != shape:
-        return False
-    return value.dim() > 0 or key in of_numbers
-
-
-def _changed_states(
-    parts: Mapping[int, OwnedParameter],
-    made: torch.optim.Optimizer,
-    state_dict: StateDict,
-    change: Callable[[OwnedParameter, str, Any], Any],
-) -> dict[str, Any]:
-    """Return the state dict with ``change(part, key, value)`` in place of each state."""
-    state = dict(state_dict["state"])
-    for number, part in numbered_parameters(parts, made):
-        if number in state:
-            state[number] = {key: change(part, key, v) for key, v in state[number].items()}
-    return {**state_dict, "state": state}
-
-
-@called_as("optimizer.state_dict()")
-def gather_states(
-    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
-) -> Any:
-    """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
-    owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
-    if owner is not None:
-        mine = np.array([_checksum_of_parameters(made)])
-        try:
-            everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
-        except CollectiveMismatchError as error:
-            error.add_note(
-                "Each rank has a part of the optimizer's state: call it on every rank, and save on "
-                "rank 0:\n    state = optimizer.state_dict()\n"
-                "    if mst.rank() == 0: torch.save(state, path)\n"
-                "or call mst.save(path, model, optimizer) on every rank"
-            )
-            raise
-        _refuse_other_parameters(everyone, made, owner.backend)
-
-    def whole(part: OwnedParameter, key: str, value: Any) -> Any:
-        if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):
-            return value
-        owner = part.owner
-        gathered = owner.backend.all_gather(
-            value.detach().contiguous().numpy(), subject=owner.layout.subjects[part.unit.index]
-        )
-        return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
-
-    return _changed_states(parts, made, state_dict, whole)
-
-
-def slice_states(
-    parts: Mapping[int, OwnedParameter], made: torch.optim.Optimizer, state_dict: StateDict
-) -> Any:
-    """Return a state dict with this rank's parts, from one with whole states."""
-    if made._mpishard_is_divided:  # Each rank has read only its parts from a checkpoint.
-        return state_dict
-    of_numbers = states_of_numbers(made)
-
-    def own(part: OwnedParameter, key: str, value: Any) -> Any:
-        if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
-            value = value.reshape(-1)[part.in_parameter]
-        # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.
-        return copy.deepcopy(value)
-
-    return _changed_states(parts, made, state_dict, own)
