@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,9 +19,32 @@ from worlds import close, refused, run
 
 import mpishard as ms
 from mpishard import nn
+from mpishard.base import Device
 from mpishard.callbacks.preemption import Preemption
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.errors import CheckpointError, ShardingError
+
+# ------------------------------------------------------------------------ memory
+
+
+@check
+def generate_with_unequal_memory(problems: Any) -> None:
+    """One rank has too little memory to keep the gathered parameters: then none keeps them."""
+    mine = threading.local()
+
+    def body(backend: Any) -> Any:
+        sizes = {"vocabulary_size": 16, "context_length": 8, "width": 8, "heads": 2, "layers": 1}
+        gpt = nn.GPT(**sizes, seed=1)
+        mine.free = 10 if backend.rank == 1 else None
+        with mock.patch.object(Device, "free_bytes", property(lambda _: mine.free)):
+            backend.barrier()
+            tokens = of(backend, gpt, "fsdp")[0].generate([3, 1], 4, 0).tolist()
+            backend.barrier()  # the ranks are threads, of which all patch one attribute
+        return tokens
+
+    (expected, *others) = run(body, "messages")
+    assert all(other == expected for other in others)
+
 
 # ------------------------------------------------------------------------ late and stale gradients
 
