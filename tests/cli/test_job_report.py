@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -419,6 +420,20 @@ def test_a_launcher_s_process_that_is_gone_is_named():
     assert job(15, orphaned=orphans).judge() == JobResult(1, (line,))
     # A rank that failed before is the cause.
     assert job(9, (2, KILLED), orphaned=orphans).judge().code == 137
+
+
+def test_the_launcher_s_process_that_was_gone_first_is_named_or_its_host():
+    """The process on another host first, and then the launcher itself, which was waiting for it."""
+    host = SimpleNamespace(name="node2")
+    orphans = [
+        RankProcess(2, 4002, 3002, orphaned_by=78, host=host),
+        RankProcess(0, 4000, 3000, orphaned_by=77),
+    ]
+    end = job(1, orphaned=orphans, is_hydra=False, launcher_may_break=True)
+    (line,) = end.judge().lines
+    assert line.startswith("rank 2 was killed: process 78 of mpiexec on ")
+    lost = "host node2 (rank 2) has closed its connection"
+    assert dataclasses.replace(end, lost=lost).judge() == JobResult(1, (lost,))
 
 
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():

@@ -251,7 +251,7 @@ class Hosts:
                 host.running.add(int(words[0]))
             else:
                 host.running.discard(int(words[0]))
-            if words[1] == "ended":  # its age, because clocks differ between hosts
+            if words[1] in ("ended", "orphaned"):  # its age, because clocks differ between hosts
                 words[3] = str(host.heard_at - float(words[3]))
         return notes
 

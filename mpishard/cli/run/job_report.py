@@ -137,12 +137,7 @@ class JobEnd:
         # The launcher may end before a rank that has left, if another one ended with a code.
         orphaned = [process for process in self.orphaned if not self._has_left(process.rank)]
         if orphaned and self._first() is None:
-            ranks = who([process.rank for process in orphaned])
-            line = (
-                f"{ranks} {'was' if len(orphaned) == 1 else 'were'} killed: process "
-                f"{orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
-                "gone (killed, or crashed)"
-            )
+            line = self.lost or self._of_launcher(orphaned)
             return JobResult(settings.EXIT_FAILURE, (line,))
         if not self.called_init:
             return self._before_all()
@@ -170,6 +165,18 @@ class JobEnd:
             # They ran on other machines, where their end is not observed.
             return JobResult(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         return self._by_codes()
+
+    def _of_launcher(self, orphaned: Sequence[RankProcess]) -> str:
+        """Return a sentence on the launcher's process that was gone first, and on its ranks."""
+        gone, host = orphaned[0].orphaned_by, orphaned[0].host
+        alike = [p.rank for p in orphaned if (p.orphaned_by, p.host) == (gone, host)]
+        # It is named by a log of its ranks, because the one of this machine has no connection.
+        logs = [self.logs[rank] for rank in alike if rank in self.logs]
+        where = f" on {logs[0].host}" if self.launcher_may_break and logs else ""
+        return (
+            f"{who(alike)} {'was' if len(alike) == 1 else 'were'} killed: process {gone} of "
+            f"{self.program}{where}, which had started {who(alike)}, is gone (killed, or crashed)"
+        )
 
     def _by_codes(self) -> JobResult:
         """Judge by exit codes alone: no rank is known to have reported or to have been killed."""
