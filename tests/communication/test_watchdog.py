@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+from mpishard.communication.contract import status as status_module
 from mpishard.communication.contract.backoff import RunningClock
+from mpishard.communication.contract.status import RankState
 from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
@@ -472,6 +474,19 @@ def test_one_process_of_a_launcher_claims_the_report(monkeypatch):
     assert Termination(1, 2).claim_report(1)
     for claim in ending_module._kept:
         claim.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux sockets")
+def test_the_page_shows_a_report_while_mpi_starts(monkeypatch, tmp_path):
+    """Otherwise `mpishard run` would blame the rank that has reported."""
+    monkeypatch.setattr(ending_module, "_kept", kept := [])
+    monkeypatch.setattr(status_module, "_own", [])
+    monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+    status_module.own_page().end(RankState.STARTED)
+    assert Termination(0, 2).claim_report(124)
+    (record,) = status_module.records_in(tmp_path)
+    assert (record.state, record.code) == (RankState.REPORTED, 124)
+    kept[0].close()
 
 
 def test_a_descriptor_that_is_not_the_launcher_s_is_not_written_to(monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from mpishard.communication.contract.status import (
     RankRecord,
     RankState,
     StatusReader,
+    own_page,
     stopped_siblings,
 )
 from mpishard.communication.failure.links import REPORTED, NodeLinks
@@ -243,8 +244,12 @@ class Termination:
         """
         # Both claims: the socket's name is exact on one node, and the pages also reach other nodes.
         is_first = _claim_node() and (self.statuses is None or self.statuses.claim_report(code))
-        if self.leaves_alone and self.statuses is not None:
-            self.statuses.page.end(RankState.REPORTED, code)
+        if self.statuses is None:  # MPI is starting
+            page = own_page() if is_first else None
+        else:
+            page = self.statuses.page if self.leaves_alone else None
+        if page is not None:
+            page.end(RankState.REPORTED, code)
         return is_first
 
     def end(
