@@ -6,7 +6,8 @@ KIT has netns.sh; two hosts are up (`netns.sh up 2`), with a MH_STATE outside of
 job of `torture_job.py` under one MPI, on 2 x 1 or 2 x 2 ranks, and a fault of one kind at one
 moment. It is good if the job ends in time, names the one that failed and no other, and leaves
 nothing on any host, also after a lost host has come back. It is bad if the job never began to
-train, and void, which counts as none, if there was no process to which the fault could be done.
+train, and void, which counts as none, if there was no process to which the fault could be done, or
+`mpishard run` was still loading its own modules.
 Each trial depends on the seed and its number alone.
 """
 
@@ -63,12 +64,12 @@ class Kit:
             lambda: [pid for pid, line in self.processes(host).items() if re.search(pattern, line)]
         )
 
-    def rank(self, number: int, size: int) -> list[int]:
+    def rank(self, number: int) -> list[int]:
         """The process of a rank."""
-        return until(lambda: self._rank(number, 1 + number * 2 // size))
+        return until(lambda: self._rank(number))
 
-    def _rank(self, number: int, host: int) -> list[int]:
-        for pid, line in self.processes(host).items():
+    def _rank(self, number: int) -> list[int]:
+        for pid, line in (self.processes(1) | self.processes(2)).items():
             if not re.search(RANK, line):
                 continue
             try:
@@ -128,9 +129,12 @@ class Trial:
     moment: float
     """Seconds after the first checkpoint; below 0: that long after the start."""
     restarts: bool = False
+    hosts: int = 2
     seconds: float = 0.0
     code: int | None = None
     output: str = ""
+    ended: str = ""
+    """The ends of all ranks, as mpishard run knows them."""
     is_void: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -143,15 +147,18 @@ class Trial:
     def __str__(self) -> str:
         when = f"{self.moment:.1f} s" if self.moment >= 0 else f"start + {-self.moment:.1f} s"
         more = " +restart" * self.restarts
-        return f"{self.mpi} 2x{self.ranks // 2} {self.kind} rank {self.victim} at {when}{more}"
+        shape = f"{self.hosts}x{self.ranks // self.hosts}"
+        return f"{self.mpi} {shape} {self.kind} rank {self.victim} at {when}{more}"
 
 
 PROXY = r"hydra_pmi_proxy|prted"
 IN_SCRIPT = ("exit", "raise", "asleep", "elsewhere")
 LOST = ("cable", "freeze")
-RANKS = ("kill-rank", "segv-rank", "stop-rank", "term-rank")
+RANKS = ("kill-rank", "segv-rank", "stop-rank", "term-rank", "kill-then-term", "kill-then-usr1")
 ON_HOST = (*LOST, "kill-agent", "kill-proxy", "kill-host-agent", "kill-all", "blink")
 NAMED = re.compile(r"mpishard run: rank (\d+) \(process")
+THEN = {"kill-then-term": signal.SIGTERM, "kill-then-usr1": signal.SIGUSR1}
+"""Only with --only: a rank is killed, and then another one, which may wait for it, is signalled."""
 KINDS = (
     "kill-rank", "kill-rank", "segv-rank", "stop-rank", "term-rank", "kill-agent", "kill-proxy",
     "kill-host-agent", "kill-all", "cable", "freeze", "blink", "term-run", "int-run", "kill-run",
@@ -161,7 +168,7 @@ KINDS = (
 
 def inject(kit: Kit, trial: Trial) -> bool:
     """Inject the fault of a trial that is not in the script; return whether it could be done."""
-    victim = lambda: kit.rank(trial.victim, trial.ranks)  # noqa: E731
+    victim = lambda: kit.rank(trial.victim)  # noqa: E731
     faults: dict[str, Callable[[], object]] = {
         "kill-rank": lambda: send(victim(), signal.SIGKILL),
         "segv-rank": lambda: send(victim(), signal.SIGSEGV),
@@ -180,6 +187,12 @@ def inject(kit: Kit, trial: Trial) -> bool:
         "kill-launcher": lambda: send(kit.find(1, r"^\S*/(mpiexec|prterun) "), signal.SIGKILL),
         "kill-ssh": lambda: send(kit.find(1, r"^\S*ssh "), signal.SIGKILL),
     }
+    if trial.kind in THEN:
+        dead, partner = victim(), kit.rank((trial.victim + 1) % trial.ranks)
+        is_done = send(dead, signal.SIGKILL)
+        time.sleep(trial.moment % 0.1)  # for the partner to come to a collective, or not
+        send(partner, THEN[trial.kind])
+        return is_done
     # Those of netns.sh always can.
     return trial.kind not in faults or faults[trial.kind]() is not False
 
@@ -190,10 +203,13 @@ def run(kit: Kit, trial: Trial, work: Path) -> None:
     work.mkdir(parents=True)
     python = ROOT / (".venv" if trial.mpi == "mpich" else ".venv-openmpi") / "bin/python"
     steps = 250 if trial.goes_on or trial.restarts else 100_000
-    job = [python, "-m", "mpishard", "run", "-n", trial.ranks, "--hosts", "node1,node2"]
+    job = [python, "-m", "mpishard", "run", "-n", trial.ranks]
+    job += ["--hosts", "node1,node2"] * (trial.hosts > 1)
+    job += ["--log-dir", work / "logs"] * (trial.kind in THEN)
     job += ["--max-restarts", 2, "--min-ranks", 1] * trial.restarts
     job += [ROOT / "tests/hosts/torture_job.py", work, steps]
     job += [trial.kind, trial.victim, 12] * (trial.kind in IN_SCRIPT)
+    job += ["saves", 0, 0] * (trial.kind in THEN and trial.victim % 2)
     variables = {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPISHARD_TIMEOUT": f"{TIMEOUT:g}",
         "MPISHARD_HOST_TIMEOUT": f"{HOST_TIMEOUT:g}", "MPISHARD_WARN_AFTER": "0",
@@ -224,7 +240,7 @@ def run(kit: Kit, trial: Trial, work: Path) -> None:
     if trial.moment >= 0 and not (work / "latest").exists():
         trial.problems.append("the job never began to train")
     before = time.monotonic()
-    trial.is_void = not inject(kit, trial)
+    trial.is_void = not inject(kit, trial) or "mpishard run: " not in log.read_text()
     # Finding the process takes a while.
     began = before if trial.kind in LOST else time.monotonic()
     limit = 90 if trial.restarts or trial.goes_on else 45
@@ -237,6 +253,8 @@ def run(kit: Kit, trial: Trial, work: Path) -> None:
         return
     trial.code = process.returncode
     trial.output = log.read_text(errors="replace")
+    with suppress(OSError):
+        trial.ended = (work / "logs" / "ended.json").read_text()
 
 
 def judge(trial: Trial) -> None:  # noqa: C901, PLR0912 - a line for each kind
@@ -270,8 +288,8 @@ def judge(trial: Trial) -> None:  # noqa: C901, PLR0912 - a line for each kind
     if not trial.goes_on and kind not in IN_SCRIPT and is_running:
         limit += 3.0 + GRACE
         expect(trial.seconds <= limit, f"{trial.seconds:.1f} s are more than {limit:g}")
-    if kind in ("kill-rank", "segv-rank", "exit"):
-        wanted = {"kill-rank": 137, "segv-rank": 139, "exit": 7}[kind]
+    if kind in ("kill-rank", "segv-rank", "exit", *THEN):
+        wanted = {"segv-rank": 139, "exit": 7}.get(kind, 137)
         if is_running:
             expect(code == wanted, f"code {code} in place of {wanted}")
             expect(named and int(named[1]) == trial.victim, "it is not named")
@@ -295,6 +313,9 @@ def judge(trial: Trial) -> None:  # noqa: C901, PLR0912 - a line for each kind
     elif trial.goes_on:
         expect(code == 0, f"code {code} in place of 0")
     expect(trial.goes_on or code != 0, "code 0")
+    if kind in THEN:
+        expect(trial.seconds <= 5, f"{trial.seconds:.1f} s are more than 5")
+        expect("signal 11" not in text + trial.ended, "a rank was ended by SIGSEGV")
 
 
 def look_for_leftovers(kit: Kit, trial: Trial) -> None:
@@ -324,6 +345,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--mpi", nargs="*", default=["mpich", "openmpi"])
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--hosts", type=int, default=2, choices=[1, 2])
     parser.add_argument("--running", action="store_true", help="no faults in the start")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
@@ -340,7 +362,7 @@ def main() -> None:
         name, _, more = kind.partition("+")
         restarts = bool(more) or (kind in ("kill-rank", *LOST) and chance.random() < 0.2)
         trial = Trial(name, chance.choice(options.mpi), ranks, chance.randrange(ranks), moment,
-                      restarts)  # fmt: skip
+                      restarts, options.hosts)  # fmt: skip
         run(kit, trial, work)
         judge(trial)
         if trial.code is None:
