@@ -244,8 +244,9 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
 
 @pytest.mark.parametrize("launcher_code", [14, 1, 255])
 @pytest.mark.parametrize("ends", [[(1, KILLED), (0, 14)], [(0, 14), (1, KILLED)]])
-def test_a_rank_that_lost_its_connection_to_a_killed_one_is_not_blamed(launcher_code, ends):
-    known = {"is_hydra": False, "launcher_may_break": True}
+@pytest.mark.parametrize("states", [{}, {2: (RankState.REPORTED, 0)}], ids=["", "reported"])
+def test_a_rank_that_lost_its_connection_to_a_killed_one_is_not_blamed(launcher_code, ends, states):
+    known = {"is_hydra": False, "launcher_may_break": True, "states": states}
     result = job(launcher_code if launcher_code != 1 else 137, *ends, **known).judge()
     assert result.code == 137
     assert result.lines[0].startswith("rank 1 ")

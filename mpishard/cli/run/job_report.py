@@ -284,17 +284,21 @@ class JobEnd:
         if not self.is_local or not reported or any(log.code for log in reported):
             return None
         ranks = [log.rank for log in reported]
-        failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
         # The first one: the others were ended after it.
-        return failed[0] if failed else None
+        return next((p for p in self._failed() if p.rank not in ranks), None)
+
+    def _failed(self) -> list[RankProcess]:
+        """Return the ranks that failed; those that have lost a connection are not the first."""
+        failed = [process for process in self.ended if self.fails(process)]
+        if self.launcher_may_break:
+            failed.sort(key=lambda process: process.exit_code in _BROKEN)
+        return failed
 
     def _first(self) -> RankProcess | None:
         """Return the rank that failed first, if the launcher's exit code agrees."""
-        failed = [process for process in self.ended if self.fails(process)]
+        failed = self._failed()
         if not failed:
             return None
-        if self.launcher_may_break:  # those that have lost a connection are not the first
-            failed.sort(key=lambda process: process.exit_code in _BROKEN)
         # MPI_Abort ends the other ranks by a signal, perhaps before the rank that called it.
         first, code = failed[0], failed[0].exit_code
         if code is None or code >= 0:
