@@ -141,7 +141,7 @@ def test_open_mpi_waits_under_srun_alone_for_the_report(alone):
     delay_aborts()
     assert os.environ.pop("OMPI_MCA_mpi_abort_delay") == "0"
     delay_aborts()
-    assert os.environ["OMPI_MCA_mpi_abort_delay"] == "1"
+    assert os.environ.pop("OMPI_MCA_mpi_abort_delay") == "1"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
