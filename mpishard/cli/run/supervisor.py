@@ -228,7 +228,7 @@ class Supervisor:
             process.send(signal.SIGKILL)
         lost = ""
         if self._hosts is not None:
-            lost = self._hosts.lost()
+            lost = self._hosts.lost(is_at_end=True)
             self._hosts.end()
             processes.look()
         # The code of a launcher that this process has killed says nothing about the job.
