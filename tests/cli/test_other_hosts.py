@@ -162,6 +162,17 @@ def test_a_silent_host_and_a_closed_connection_are_lost(tmp_path):
     job.end()
 
 
+def test_an_agent_that_was_killed_before_it_told_of_its_ranks_is_lost(tmp_path):
+    job = Job(tmp_path)
+    with connect(job, token=job.words[2], host="node2"):
+        until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 2)
+        until(lambda: job.hosts.receive() or job.hosts._hosts[0].name)
+        assert job.hosts.lost() == ""
+    until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 1)
+    assert job.hosts.lost().startswith("host node2 has closed its connection")
+    job.end()
+
+
 def test_an_agent_that_was_killed_after_its_ranks_is_lost_at_the_end(tmp_path):
     job = Job(tmp_path)
     with connect(job, token=job.words[2], host="node2") as connection:

@@ -169,14 +169,18 @@ class Hosts:
         texts = []
         for host in self._hosts:
             silent = now - host.heard_at
-            was_killed = is_at_end and host.is_closed and host.ranks
-            is_silent = host.running and (host.is_closed or silent > self._timeout)
-            if not (was_killed or is_silent):
+            # An agent that ends before it has told of any rank was killed, too.
+            has_work = host.running or not host.ranks
+            if not host.name or not (
+                (host.is_closed and (has_work or is_at_end))
+                or (host.running and silent > self._timeout)
+            ):
                 continue
             how = "has closed its connection: its processes were killed, or it was shut down"
             if not host.is_closed:
                 how = f"has not been heard of for {silent:.0f} s"
-            texts.append(f"host {host.name} ({who(sorted(host.running or host.ranks))}) {how}")
+            ranks = sorted(host.running or host.ranks)
+            texts.append(f"host {host.name}{f' ({who(ranks)})' * bool(ranks)} {how}")
         return "; ".join(texts)
 
     def end(self) -> None:
