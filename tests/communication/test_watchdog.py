@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -509,6 +510,13 @@ def test_the_launcher_gets_its_own_abort_command(monkeypatch):
         monkeypatch.setenv("PMI_FD", str(rank.fileno()))
         ending_module._abort(124)
         assert launcher.recv(100) == b"cmd=abort exitcode=124\n"
+        # In another thread, also where MPI runs: the main thread may be in MPI.
+        running = SimpleNamespace(Is_initialized=lambda: True, Is_finalized=lambda: False)
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", running)
+        thread = threading.Thread(target=ending_module._abort, args=(1,))
+        thread.start()
+        thread.join()
+        assert launcher.recv(100) == b"cmd=abort exitcode=1\n"
 
 
 # ---------------------------------------------------------------------------------- tracebacks

@@ -410,7 +410,10 @@ def _abort(code: int, *, calls_mpi: bool = True) -> None:
     # Not imported here: a process that has not started MPI must not start it to end.
     mpi = sys.modules.get("mpi4py.MPI")
     is_running = mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized())
-    if mpi and is_running and calls_mpi:
+    # MPICH ends the process in its abort. The main thread, which may be in MPI meanwhile, then
+    # sometimes crashes.
+    is_safe = not launcher_socket() or threading.current_thread() is threading.main_thread()
+    if mpi and is_running and calls_mpi and is_safe:
         mpi.COMM_WORLD.Abort(code)
         return
     # Open MPI's launcher ends the job if a process exits with a code other than 0. Hydra waits for
