@@ -435,6 +435,15 @@ def test_the_launcher_s_process_that_was_gone_first_is_named_or_its_host():
     assert line.startswith("rank 2 was killed: process 78 of mpiexec on ")
     lost = "host node2 (rank 2) has closed its connection"
     assert dataclasses.replace(end, lost=lost).judge() == JobResult(1, (lost,))
+    # The launcher has ended by itself, with a code of its own.
+    end = dataclasses.replace(end, orphaned=orphans[1:], launcher_pid=77)
+    line = "mpiexec ended with code 1: its messages say why"
+    assert end.judge() == JobResult(1, (line,))
+    dead = RankProcess(2, 4002, 3002, KILLED, host=host)
+    (line,) = dataclasses.replace(end, ended=[dead], launcher_code=250).judge().lines
+    assert line.startswith("rank 2 (process 4002 on ")
+    (line,) = dataclasses.replace(end, launcher_code=137).judge().lines
+    assert line.startswith("rank 0 was killed: process 77 of mpiexec on ")
 
 
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
