@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -243,8 +244,9 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
 
 @pytest.mark.parametrize("launcher_code", [14, 1, 255])
 @pytest.mark.parametrize("ends", [[(1, KILLED), (0, 14)], [(0, 14), (1, KILLED)]])
-def test_a_rank_that_lost_its_connection_to_a_killed_one_is_not_blamed(launcher_code, ends):
-    known = {"is_hydra": False, "launcher_may_break": True}
+@pytest.mark.parametrize("states", [{}, {2: (RankState.REPORTED, 0)}], ids=["", "reported"])
+def test_a_rank_that_lost_its_connection_to_a_killed_one_is_not_blamed(launcher_code, ends, states):
+    known = {"is_hydra": False, "launcher_may_break": True, "states": states}
     result = job(launcher_code if launcher_code != 1 else 137, *ends, **known).judge()
     assert result.code == 137
     assert result.lines[0].startswith("rank 1 ")
@@ -419,6 +421,29 @@ def test_a_launcher_s_process_that_is_gone_is_named():
     assert job(15, orphaned=orphans).judge() == JobResult(1, (line,))
     # A rank that failed before is the cause.
     assert job(9, (2, KILLED), orphaned=orphans).judge().code == 137
+
+
+def test_the_launcher_s_process_that_was_gone_first_is_named_or_its_host():
+    """The process on another host first, and then the launcher itself, which was waiting for it."""
+    host = SimpleNamespace(name="node2")
+    orphans = [
+        RankProcess(2, 4002, 3002, orphaned_by=78, host=host),
+        RankProcess(0, 4000, 3000, orphaned_by=77),
+    ]
+    end = job(1, orphaned=orphans, is_hydra=False, launcher_may_break=True)
+    (line,) = end.judge().lines
+    assert line.startswith("rank 2 was killed: process 78 of mpiexec on ")
+    lost = "host node2 (rank 2) has closed its connection"
+    assert dataclasses.replace(end, lost=lost).judge() == JobResult(1, (lost,))
+    # The launcher has ended by itself, with a code of its own.
+    end = dataclasses.replace(end, orphaned=orphans[1:], launcher_pid=77)
+    line = "mpiexec ended with code 1: its messages say why"
+    assert end.judge() == JobResult(1, (line,))
+    dead = RankProcess(2, 4002, 3002, KILLED, host=host)
+    (line,) = dataclasses.replace(end, ended=[dead], launcher_code=250).judge().lines
+    assert line.startswith("rank 2 (process 4002 on ")
+    (line,) = dataclasses.replace(end, launcher_code=137).judge().lines
+    assert line.startswith("rank 0 was killed: process 77 of mpiexec on ")
 
 
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():

@@ -155,9 +155,34 @@ def test_a_silent_host_and_a_closed_connection_are_lost(tmp_path):
         time.sleep(0.4)
         assert job.hosts.lost() == "host node2 (ranks 2, 3) has not been heard of for 0 s"
         assert all(process.is_running() for process in job.processes.running)
-    job.processes.look()
-    assert "node2 (ranks 2, 3) has closed its connection" in job.hosts.lost()
+        connection.sendall(json.dumps({"notes": [["3", "ended", "-9", "0"]]}).encode() + b"\n")
+    job.look_until(lambda all_of: all_of.ended)
+    assert "node2 (rank 2) has closed its connection" in job.hosts.lost()
     assert not any(process.is_running() for process in job.processes.running)
+    job.end()
+
+
+def test_an_agent_that_was_killed_before_it_told_of_its_ranks_is_lost(tmp_path):
+    job = Job(tmp_path)
+    with connect(job, token=job.words[2], host="node2"):
+        until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 2)
+        until(lambda: job.hosts.receive() or job.hosts._hosts[0].name)
+        assert job.hosts.lost() == ""
+    until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 1)
+    assert job.hosts.lost().startswith("host node2 has closed its connection")
+    job.end()
+
+
+def test_an_agent_that_was_killed_after_its_ranks_is_lost_at_the_end(tmp_path):
+    job = Job(tmp_path)
+    with connect(job, token=job.words[2], host="node2") as connection:
+        notes = [["2", "started", "1", "2"], ["2", "ended", "-9", "0"]]
+        connection.sendall(json.dumps({"notes": notes}).encode() + b"\n")
+        job.look_until(lambda all_of: all_of.ended)
+        assert job.hosts.lost(is_at_end=True) == ""
+    until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 1)
+    assert job.hosts.lost() == ""
+    assert "node2 (rank 2) has closed its connection" in job.hosts.lost(is_at_end=True)
     job.end()
 
 

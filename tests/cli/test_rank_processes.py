@@ -40,7 +40,7 @@ def test_ranks_are_in_the_order_of_their_ends(tmp_path, note):
     assert processes.all_seen
     assert [(rank.rank, rank.exit_code) for rank in processes.ended] == [(0, 0), (1, -9)]
     assert [rank.rank for rank in processes.running] == [2]
-    note("2 orphaned 60\n")
+    note("2 orphaned 60 5.5\n")
     assert processes.look() == []
     assert [(rank.rank, rank.orphaned_by) for rank in processes.orphaned] == [(2, 60)]
     assert processes.running == []

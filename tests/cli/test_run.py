@@ -275,6 +275,10 @@ def is_running(pid):
         (["-n", "1", "--hosts", "a,b", "SCRIPT"], "names 2 machines for 1 ranks"),
         (["-n", "2", "--hosts", "a,-b", "SCRIPT"], "--hosts takes names or addresses of machines"),
         (["-n", "4", "--hosts", "a:1,b:2", "SCRIPT"], "has 3 slots for 4 ranks"),
+        (
+            ["-n", "1", "--hosts", "no.invalid", "SCRIPT"],
+            "knows no address of no.invalid, and `ssh no.invalid true` fails",
+        ),
         (["-n", "1", "--env", "=x", "SCRIPT"], "--env takes NAME or NAME=VALUE; got '=x'"),
         (["-n", "1", "--env", "NOT_SET_AT_ALL", "SCRIPT"], "there is no such variable"),
         (["-n", "1", "--log-dir", "SCRIPT", "SCRIPT"], "--log-dir must be a folder"),
@@ -335,7 +339,9 @@ def test_open_mpi_forwards_the_variables_of_ranks_on_other_machines(script, monk
     monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
     monkeypatch.setenv("MY_OWN", "here")
     more = ["--max-restarts", "1", "--max-ranks", "9"]
-    options = [*more, "--hosts", "a:1,b", "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
+    # Addresses, because names must be known.
+    hosts = "127.0.0.1:1,127.0.0.2"
+    options = [*more, "--hosts", hosts, "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
     result = CliRunner().invoke(app, ["run", "-n", "3", *options, script("")])
     assert result.exit_code == 0, result.output
     assert "--max-ranks 9 is above the 3 slots of --hosts" in result.output

@@ -285,6 +285,11 @@ class TestVerdict:
             "Ranks 0, 1 are both in collective 2: look at the network between node1 and node2, "
             "which loses data or is down."
         )
+        ahead = replace(waiting(1, *history(3)), host="node2")
+        assert verdict([here, ahead], NOW).endswith(
+            "Every rank has called what it waits for: look at the network between node1 and node2, "
+            "which loses data or is down."
+        )
         text = verdict([waiting(0, *history(2)), unknown], NOW)
         assert "Nothing is known of rank 1, on other nodes." in text
 

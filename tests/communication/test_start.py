@@ -11,7 +11,12 @@ from mpishard import run_in_threads
 from mpishard.base import settings
 from mpishard.communication.failure import hooks as exit_hooks
 from mpishard.communication.failure.hooks import claim_rank, is_helper
-from mpishard.communication.mpi.library import check_launched_world, check_machine, launcher_name
+from mpishard.communication.mpi.library import (
+    check_launched_world,
+    check_machine,
+    delay_aborts,
+    launcher_name,
+)
 from mpishard.communication.mpi.slurm_pmi import limit_values
 from mpishard.errors import CommunicationError, MPIUnavailableError
 
@@ -120,6 +125,23 @@ def test_srun_with_the_wrong_plugin_is_refused_with_the_right_one(alone, library
         alone.setenv("SLURM_MPI_TYPE", taken)
     with pytest.raises(MPIUnavailableError, match=words):
         check_launched_world(1, library)
+
+
+def test_open_mpi_waits_under_srun_alone_for_the_report(alone):
+    for name in ("OMPI_MCA_mpi_abort_delay", "MPISHARD_JOB_FOLDER"):
+        alone.delenv(name, raising=False)
+    delay_aborts()
+    assert "OMPI_MCA_mpi_abort_delay" not in os.environ
+    alone.setenv("SLURM_STEP_NUM_TASKS", "2")
+    alone.setenv("MPISHARD_JOB_FOLDER", "/nowhere")
+    delay_aborts()
+    assert "OMPI_MCA_mpi_abort_delay" not in os.environ
+    alone.delenv("MPISHARD_JOB_FOLDER")
+    alone.setenv("OMPI_MCA_mpi_abort_delay", "0")  # the user's choice
+    delay_aborts()
+    assert os.environ.pop("OMPI_MCA_mpi_abort_delay") == "0"
+    delay_aborts()
+    assert os.environ.pop("OMPI_MCA_mpi_abort_delay") == "1"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -5,10 +5,13 @@ import os
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from mpishard.communication.contract import status as status_module
 from mpishard.communication.contract.backoff import RunningClock
+from mpishard.communication.contract.status import RankState
 from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
@@ -474,6 +477,19 @@ def test_one_process_of_a_launcher_claims_the_report(monkeypatch):
         claim.close()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux sockets")
+def test_the_page_shows_a_report_while_mpi_starts(monkeypatch, tmp_path):
+    """Otherwise `mpishard run` would blame the rank that has reported."""
+    monkeypatch.setattr(ending_module, "_kept", kept := [])
+    monkeypatch.setattr(status_module, "_own", [])
+    monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+    status_module.own_page().end(RankState.STARTED)
+    assert Termination(0, 2).claim_report(124)
+    (record,) = status_module.records_in(tmp_path)
+    assert (record.state, record.code) == (RankState.REPORTED, 124)
+    kept[0].close()
+
+
 def test_a_descriptor_that_is_not_the_launcher_s_is_not_written_to(monkeypatch, tmp_path):
     monkeypatch.setattr(ending_module, "_DEADLINE_SECONDS", 0.0)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
@@ -494,6 +510,13 @@ def test_the_launcher_gets_its_own_abort_command(monkeypatch):
         monkeypatch.setenv("PMI_FD", str(rank.fileno()))
         ending_module._abort(124)
         assert launcher.recv(100) == b"cmd=abort exitcode=124\n"
+        # In another thread, also where MPI runs: the main thread may be in MPI.
+        running = SimpleNamespace(Is_initialized=lambda: True, Is_finalized=lambda: False)
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", running)
+        thread = threading.Thread(target=ending_module._abort, args=(1,))
+        thread.start()
+        thread.join()
+        assert launcher.recv(100) == b"cmd=abort exitcode=1\n"
 
 
 # ---------------------------------------------------------------------------------- tracebacks

@@ -131,22 +131,27 @@ capped() { # MAX_REQUEUES: not again
 }
 
 killed() { # a rank is killed on the other node, which has no other rank
+    killed_under pmi2 .venv
+    [ ! -e .venv-openmpi ] || killed_under pmix .venv-openmpi
+}
+
+killed_under() { # PLUGIN FOLDER: of the environment
     local job victim start seconds left
-    job="$(submit $script "${tiny[@]}" --steps 100000)"
+    job="$(MPI_PLUGIN="$1" VENV="$2" submit $script "${tiny[@]}" --steps 100000)"
     wait_for 60 saved "$job"
     victim="$(ranks 3 | head -n 1)"
     start="$SECONDS"
     kill -KILL "$victim"
     wait_for 40 is "$job" FAILED
     seconds=$((SECONDS - start))
-    verdict 'a killed rank ends the job' "after $seconds s: $(state "$job"), code $(field "$job" ExitCode)" \
+    verdict "$1: a killed rank ends the job" "after $seconds s: $(state "$job"), code $(field "$job" ExitCode)" \
         [ "$(state "$job")" = FAILED ]
-    verdict 'within 10 s' "$seconds s" [ "$seconds" -le 10 ]
-    verdict 'it is named' "$(grep -oE 'rank 1 .*(killed|gone)' "mpishard-gpt-$job.out" | head -n 1)" \
+    verdict "$1: within 10 s" "$seconds s" [ "$seconds" -le 10 ]
+    verdict "$1: it is named" "$(grep -oE 'rank 1 .*(killed|gone)' "mpishard-gpt-$job.out" | head -n 1)" \
         grep -qE 'rank 1 .*(killed|gone)' "mpishard-gpt-$job.out"
     sleep 2
     left="$(for host in 2 3; do hosts exec "$host" find /dev/shm -name '*mpi*'; ranks "$host"; done)"
-    verdict 'nothing is left' "${left//$'\n'/ }" [ -z "$left" ]
+    verdict "$1: nothing is left" "${left//$'\n'/ }" [ -z "$left" ]
 }
 
 array() { # an element that is preempted leaves the others alone

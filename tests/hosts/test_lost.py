@@ -78,6 +78,18 @@ def test_a_killed_rank_of_the_other_host_is_named(hosts, python):
         assert [hosts.left(host, allowed(3)) for host in (1, 2)] == [[], []]
 
 
+@by_mpi
+def test_a_host_whose_processes_are_all_killed_is_named(hosts, python):
+    """Their ends may come before that of the connection, or not, and launchers then end at once."""
+    with running(hosts, python, "-n", 2) as job:
+        hosts.call("kill", 2)
+        code = job.end(3)
+        assert code not in (0, None), job.out
+        own = [line for line in job.out.splitlines() if line.startswith("mpishard run: ")]
+        assert "node2" in own[-1], job.out
+        assert blamed(job.out) <= {"1"}, job.out
+
+
 def test_a_lost_host_is_named(hosts):
     with running(hosts, MPICH, "-n", 2, MPISHARD_HOST_TIMEOUT="5") as job:
         hosts.call("cable", 2, "down")

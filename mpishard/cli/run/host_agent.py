@@ -182,7 +182,7 @@ class _HostAgent:
                     self._note_launchers(_parent(agent))
                 elif rank in self._ranks:
                     del self._ranks[rank]
-                if word == "ended":
+                if word in ("ended", "orphaned"):
                     # Clocks differ between hosts, ages do not.
                     values[1] = str(time.monotonic() - float(values[1]))
                 notes.append([rank, word, *values])

@@ -53,8 +53,10 @@ class HostConnection:
     connection: socket.socket
     name: str = ""
     """The name of the host; empty until its agent has shown the token."""
+    ranks: set[int] = field(default_factory=set)
+    """The ranks that were started there."""
     running: set[int] = field(default_factory=set)
-    """The ranks that run there."""
+    """Those that have not ended."""
     heard_at: float = field(default_factory=time.monotonic)
     is_closed: bool = False
     wants: bool = False
@@ -157,18 +159,28 @@ class Hosts:
             host.flush()
         return notes
 
-    def lost(self) -> str:
-        """Return a sentence on the hosts that are lost while ranks run there; "" if none is."""
+    def lost(self, *, is_at_end: bool = False) -> str:
+        """Return a sentence on the hosts that are lost while ranks run there; "" if none is.
+
+        If ``is_at_end`` the launcher has ended, but the agents were not told to end: one that has
+        closed its connection was killed, perhaps after the ends of its ranks.
+        """
         now = time.monotonic()
         texts = []
         for host in self._hosts:
             silent = now - host.heard_at
-            if not host.running or not (host.is_closed or silent > self._timeout):
+            # An agent that ends before it has told of any rank was killed, too.
+            has_work = host.running or not host.ranks
+            if not host.name or not (
+                (host.is_closed and (has_work or is_at_end))
+                or (host.running and silent > self._timeout)
+            ):
                 continue
             how = "has closed its connection: its processes were killed, or it was shut down"
             if not host.is_closed:
                 how = f"has not been heard of for {silent:.0f} s"
-            texts.append(f"host {host.name} ({who(sorted(host.running))}) {how}")
+            ranks = sorted(host.running or host.ranks)
+            texts.append(f"host {host.name}{f' ({who(ranks)})' * bool(ranks)} {how}")
         return "; ".join(texts)
 
     def end(self) -> None:
@@ -248,10 +260,11 @@ class Hosts:
         notes: list[Note] = [(host, words) for words in message.get("notes", ())]
         for _, words in notes:
             if words[1] == "started":
+                host.ranks.add(int(words[0]))
                 host.running.add(int(words[0]))
             else:
                 host.running.discard(int(words[0]))
-            if words[1] == "ended":  # its age, because clocks differ between hosts
+            if words[1] in ("ended", "orphaned"):  # its age, because clocks differ between hosts
                 words[3] = str(host.heard_at - float(words[3]))
         return notes
 

@@ -27,7 +27,7 @@ from mpishard.cli.run.logs import (
     locked_log_folder,
     prepare_log_folder,
 )
-from mpishard.cli.run.networks import network_variables
+from mpishard.cli.run.networks import is_known, network_variables
 from mpishard.cli.run.rank_processes import can_be_watched
 from mpishard.cli.run.restarts import (
     RestartLimits,
@@ -206,6 +206,7 @@ class RunJob:
             if self.log_folder is not None:
                 check_log_folder(self.log_folder)
             self.launcher = find_launcher(loaded_library())
+            _check_names(self.launcher, self.hosts)
             # The cores of other machines are not known here.
             if not (may_oversubscribe or self.hosts or self.launcher.is_slurm):
                 _check_cores(name, ranks, self.limits.max_ranks)
@@ -302,6 +303,20 @@ def _check_cores(name: str, ranks: int, max_ranks: int | None) -> None:
         raise ValueError(
             f"{option} {most} is more than {_RANKS_PER_CORE} ranks for each of "
             f"{counted(cores, 'usable core')}: {fix}"
+        )
+
+
+def _check_names(launcher: Launcher, hosts: Sequence[Host]) -> None:
+    """Refuse a misspelt name, which a launcher reports by several lines about itself."""
+    if launcher.is_slurm:
+        return
+    # Names without an address here may be known to ssh, which costs a connection.
+    unknown = find_lost_hosts(launcher, [host for host in hosts if not is_known(host.name)], ())
+    if unknown:
+        tries = " and ".join(f"`ssh {name} true`" for name in unknown)
+        raise ValueError(
+            f"--hosts: this machine knows no address of {' and '.join(unknown)}, and {tries} "
+            f"{'fails' if len(unknown) == 1 else 'fail'}: is the name right?"
         )
 
 

@@ -86,6 +86,8 @@ class JobEnd:
         The ranks that were killed because the launcher's process on this machine was gone.
     program : str
         The name of the launcher.
+    launcher_pid : int
+        Its process id.
     hosts : sequence of str
         The machines that the user named, and that the launcher reaches by ssh.
     survives : bool
@@ -104,6 +106,7 @@ class JobEnd:
     stopped_for: RankProcess | None = None
     orphaned: Sequence[RankProcess] = ()
     program: str = "mpiexec"
+    launcher_pid: int = 0
     hosts: Sequence[str] = ()
     survives: bool = False
     lost: str = ""
@@ -137,13 +140,7 @@ class JobEnd:
         # The launcher may end before a rank that has left, if another one ended with a code.
         orphaned = [process for process in self.orphaned if not self._has_left(process.rank)]
         if orphaned and self._first() is None:
-            ranks = who([process.rank for process in orphaned])
-            line = (
-                f"{ranks} {'was' if len(orphaned) == 1 else 'were'} killed: process "
-                f"{orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
-                "gone (killed, or crashed)"
-            )
-            return JobResult(settings.EXIT_FAILURE, (line,))
+            return self._of_launcher(orphaned)
         if not self.called_init:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
@@ -170,6 +167,37 @@ class JobEnd:
             # They ran on other machines, where their end is not observed.
             return JobResult(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         return self._by_codes()
+
+    def _of_launcher(self, orphaned: Sequence[RankProcess]) -> JobResult:
+        """Name the launcher's process that was gone first, or what has ended the launcher."""
+        # Open MPI's launcher ends by itself, and leaves ranks of this machine behind, if it has
+        # lost another one.
+        was_killed = self.launcher_code - 128 in signal.valid_signals()
+        by_itself = self.launcher_may_break and not was_killed
+        causes = [p for p in orphaned if not (by_itself and self._is_of_launcher(p))]
+        if self.lost:
+            return JobResult(settings.EXIT_FAILURE, (self.lost,))
+        if not causes:
+            elsewhere = (p for p in self._failed() if p.host is not None)
+            dead = next((p for p in elsewhere if (p.exit_code or 0) < 0), None)
+            if dead is not None:
+                return self._blame(dead)
+            line = f"{self.program} ended with code {self.launcher_code}: its messages say why"
+            return JobResult(settings.EXIT_FAILURE, (line,))
+        gone, host = causes[0].orphaned_by, causes[0].host
+        alike = [p.rank for p in causes if (p.orphaned_by, p.host) == (gone, host)]
+        # It is named by a log of its ranks, because the one of this machine has no connection.
+        logs = [self.logs[rank] for rank in alike if rank in self.logs]
+        where = f" on {logs[0].host}" if self.launcher_may_break and logs else ""
+        line = (
+            f"{who(alike)} {'was' if len(alike) == 1 else 'were'} killed: process {gone} of "
+            f"{self.program}{where}, which had started {who(alike)}, is gone (killed, or crashed)"
+        )
+        return JobResult(settings.EXIT_FAILURE, (line,))
+
+    def _is_of_launcher(self, process: RankProcess) -> bool:
+        """Return whether the launcher itself, on this machine, had started the rank."""
+        return process.host is None and process.orphaned_by == self.launcher_pid
 
     def _by_codes(self) -> JobResult:
         """Judge by exit codes alone: no rank is known to have reported or to have been killed."""
@@ -277,17 +305,21 @@ class JobEnd:
         if not self.is_local or not reported or any(log.code for log in reported):
             return None
         ranks = [log.rank for log in reported]
-        failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
         # The first one: the others were ended after it.
-        return failed[0] if failed else None
+        return next((p for p in self._failed() if p.rank not in ranks), None)
+
+    def _failed(self) -> list[RankProcess]:
+        """Return the ranks that failed; those that have lost a connection are not the first."""
+        failed = [process for process in self.ended if self.fails(process)]
+        if self.launcher_may_break:
+            failed.sort(key=lambda process: process.exit_code in _BROKEN)
+        return failed
 
     def _first(self) -> RankProcess | None:
         """Return the rank that failed first, if the launcher's exit code agrees."""
-        failed = [process for process in self.ended if self.fails(process)]
+        failed = self._failed()
         if not failed:
             return None
-        if self.launcher_may_break:  # those that have lost a connection are not the first
-            failed.sort(key=lambda process: process.exit_code in _BROKEN)
         # MPI_Abort ends the other ranks by a signal, perhaps before the rank that called it.
         first, code = failed[0], failed[0].exit_code
         if code is None or code >= 0:

@@ -127,6 +127,14 @@ def address_of(host: str) -> IPv4Address | None:
     return IPv4Address(found[0][4][0])
 
 
+def is_known(name: str) -> bool:
+    """Return whether this machine knows an address of the name."""
+    try:
+        return bool(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):
+        return False
+
+
 def is_this_machine(name: str) -> bool:
     """Return whether the name has an address of this machine."""
     if name in ("localhost", socket.gethostname()):

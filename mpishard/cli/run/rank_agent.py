@@ -186,9 +186,10 @@ class _Agent:
                 signal.signal(signal.SIGALRM, signal.SIG_IGN)  # discards a pending one
                 return status
             if os.getppid() != self._launcher:
+                noticed_at = time.monotonic()
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                self._note("orphaned", self._launcher)
+                self._note("orphaned", self._launcher, noticed_at)
                 if os.getpgrp() == os.getpid():
                     os.killpg(0, signal.SIGKILL)  # the programs that the rank has started
                 os._exit(1)

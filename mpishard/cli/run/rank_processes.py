@@ -125,8 +125,12 @@ class RankProcesses:
 
     @property
     def orphaned(self) -> list[RankProcess]:
-        """The ranks that were killed because the launcher's process on their host is gone."""
-        return [process for process in self.ranks.values() if process.orphaned_by]
+        """The ranks that were killed because the launcher's process on their host is gone.
+
+        The first one comes first: the loss of one of its processes ends a launcher on all hosts.
+        """
+        found = [process for process in self.ranks.values() if process.orphaned_by]
+        return sorted(found, key=lambda process: process.ended_at)
 
     def look(self) -> list[RankProcess]:
         """Read the new notes of the agents; return the ranks that have been started since."""
@@ -148,7 +152,7 @@ class RankProcesses:
             process = self.ranks[rank]
             process.is_gone = True
             if word == "orphaned":
-                process.orphaned_by = int(values[0])
+                process.orphaned_by, process.ended_at = int(values[0]), float(values[1])
             elif word == "ended":
                 process.exit_code, process.ended_at = int(values[0]), float(values[1])
                 self.ended.append(process)

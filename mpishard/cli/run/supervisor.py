@@ -228,7 +228,7 @@ class Supervisor:
             process.send(signal.SIGKILL)
         lost = ""
         if self._hosts is not None:
-            lost = self._hosts.lost()
+            lost = self._hosts.lost(is_at_end=True)
             self._hosts.end()
             processes.look()
         # The code of a launcher that this process has killed says nothing about the job.
@@ -241,9 +241,11 @@ class Supervisor:
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
             why = f"{self.launcher.program} ended with code {code}; read its messages first"
             self._not_started(0, why)
-        return self._judge(128 - code if code < 0 else code, seconds, lost)
+        return self._judge(128 - code if code < 0 else code, seconds, job.pid, lost)
 
-    def _judge(self, launcher_code: int, seconds: float, lost: str = "") -> Outcome:
+    def _judge(
+        self, launcher_code: int, seconds: float, launcher_pid: int = 0, lost: str = ""
+    ) -> Outcome:
         processes, records = self._processes, records_in(self._folder)
         # Reports of ranks that had closed their stderr.
         with suppress(OSError):  # no rank has left any
@@ -263,6 +265,7 @@ class Supervisor:
             stopped_for=self._stopped_for,
             orphaned=processes.orphaned,
             program=self.launcher.program.name,
+            launcher_pid=launcher_pid,
             hosts=() if self.launcher.is_slurm else self.hosts,
             survives=self.survives,
             lost=lost,

@@ -21,6 +21,7 @@ from mpishard.communication.contract.status import (
     RankRecord,
     RankState,
     StatusReader,
+    own_page,
     stopped_siblings,
 )
 from mpishard.communication.failure.links import REPORTED, NodeLinks
@@ -243,8 +244,12 @@ class Termination:
         """
         # Both claims: the socket's name is exact on one node, and the pages also reach other nodes.
         is_first = _claim_node() and (self.statuses is None or self.statuses.claim_report(code))
-        if self.leaves_alone and self.statuses is not None:
-            self.statuses.page.end(RankState.REPORTED, code)
+        if self.statuses is None:  # MPI is starting
+            page = own_page() if is_first else None
+        else:
+            page = self.statuses.page if self.leaves_alone else None
+        if page is not None:
+            page.end(RankState.REPORTED, code)
         return is_first
 
     def end(
@@ -405,7 +410,10 @@ def _abort(code: int, *, calls_mpi: bool = True) -> None:
     # Not imported here: a process that has not started MPI must not start it to end.
     mpi = sys.modules.get("mpi4py.MPI")
     is_running = mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized())
-    if mpi and is_running and calls_mpi:
+    # MPICH ends the process in its abort. The main thread, which may be in MPI meanwhile, then
+    # sometimes crashes.
+    is_safe = not launcher_socket() or threading.current_thread() is threading.main_thread()
+    if mpi and is_running and calls_mpi and is_safe:
         mpi.COMM_WORLD.Abort(code)
         return
     # Open MPI's launcher ends the job if a process exits with a code other than 0. Hydra waits for

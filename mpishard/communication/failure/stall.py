@@ -254,13 +254,15 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
         return [*sentences, f"Nothing is known of {_who(unknown)}, on other nodes."]
     numbers = {r.waits.sequence for r in waiting if isinstance(r.waits, Call)}
     hosts = sorted({record.host for record in waiting})
-    if len(hosts) > 1 and len(numbers) == 1:
-        are = f"are {'both' if len(waiting) == 2 else 'all'} in collective {numbers.pop()}"
+    called = "Every rank has called what it waits for"
+    why = "its data are under way, or what carries them is stuck"
+    if len(hosts) > 1:
         where = f"{', '.join(hosts[:-1])} and {hosts[-1]}"
-        network = f"look at the network between {where}, which loses data or is down"
-        return [*sentences, f"{_who(waiting)} {are}: {network}."]
-    stuck = "its data are under way, or what carries them is stuck"
-    return [*sentences, f"Every rank has called what it waits for: {stuck}."]
+        why = f"look at the network between {where}, which loses data or is down"
+        if len(numbers) == 1:  # otherwise one rank has got the data of an earlier one
+            both = "both" if len(waiting) == 2 else "all"
+            called = f"{_who(waiting)} are {both} in collective {numbers.pop()}"
+    return [*sentences, f"{called}: {why}."]
 
 
 def describe_departure(

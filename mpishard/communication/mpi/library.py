@@ -181,6 +181,16 @@ def finalize_mpi(mpi: ModuleType, process: int) -> None:
             mpi.Finalize()
 
 
+def delay_aborts() -> None:
+    """Give the watchdog a second to report a killed rank, if srun has started this process.
+
+    Open MPI ends the ranks that are connected to a killed one, with code 14, at once. An abort of
+    mpishard takes as much longer. Under `mpishard run` the agents report.
+    """
+    if settings.is_slurm_step() and settings.job_folder() is None:
+        settings.write_default("OMPI_MCA_mpi_abort_delay", "1")
+
+
 def _initialize(mpi: ModuleType, rc: Rc) -> None:
     """Call MPI_Init_thread as mpi4py does, but without Python's lock."""
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
@@ -190,6 +200,7 @@ def _initialize(mpi: ModuleType, rc: Rc) -> None:
         mpi.Init_thread(level)
         return
     limit_values(mpi.Get_library_version())
+    delay_aborts()
     code = start(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
     if code:
         raise RuntimeError(f"MPI_Init_thread() failed [error code: {code}]")
