@@ -34,7 +34,7 @@ from jobs import (
     can,
     idle_memory,
 )
-from report import markdown, replace_section
+from report import markdown, replace_section, targets
 from rich.console import Console
 from rich.table import Table
 from rows import LOOPS, ROWS
@@ -290,6 +290,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="append to the results in this file, or make it")
     parser.add_argument("--report", type=Path, metavar="FILE", help="only print these results")
     parser.add_argument("--page", type=Path, help="write the results between the page's marks")
+    parser.add_argument("--targets", type=Path, help="the same, beside what we want to reach")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"--repeats must be 1 or more, got {arguments.repeats}")
@@ -321,9 +322,8 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure what is asked for, and print it."""
     if arguments.report:
         result = json.loads(arguments.report.read_text(encoding="utf-8"))
-        print(markdown(result))
-        if arguments.page:
-            replace_section(arguments.page, markdown(result))
+        print(markdown(result), targets(result), sep="\n\n")
+        write(result, arguments)
         return
     runner = Runner(
         arguments.peer_python,
@@ -361,8 +361,15 @@ def main(arguments: argparse.Namespace) -> None:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(samples)
+    write(result, arguments)
+
+
+def write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Write the results into the files that the arguments name."""
     if arguments.page:
         replace_section(arguments.page, markdown(result))
+    if arguments.targets:
+        replace_section(arguments.targets, targets(result))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from mpishard.sharding import ShardingConfiguration
     from mpishard.training import OptimizationInputData, OptimizationResult, minimize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncSGDOptimizer",

@@ -8,8 +8,8 @@ usage() {
 usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
 
 Makes .venv (the first time only), compares this package's training steps with those of PyTorch and
-JAX, writes the results to benchmarks/results/performance.json and into docs/performance.md, and draws
-docs/images/growth_*.png and docs/images/collectives.png. It takes an hour on an idle machine.
+JAX, writes the results to benchmarks/results and into docs/performance.md, and draws
+docs/images/steps.svg, growth_*.png and collectives.png. It takes an hour on an idle machine.
 PyTorch and JAX are taken from .venv-peers if it exists:
 
     python3 -m venv .venv-peers && .venv-peers/bin/pip install torch jax optax -e '.[mpi]'
@@ -26,6 +26,8 @@ prepare_environment mpi plot fast bf16
 cd -- "$root"
 rm -f benchmarks/results/performance.json # compare.py would append to it
 options=(--json benchmarks/results/performance.json --page docs/performance.md)
+options+=(--targets benchmarks/results/targets.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"
+"$python" benchmarks/draw_steps.py
 "$python" benchmarks/growth.py --images docs/images

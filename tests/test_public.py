@@ -91,6 +91,12 @@ def test_every_public_name_exists_and_is_documented(room):
                 assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
 
 
+def test_the_version_is_the_same_in_the_changelog_and_the_citation():
+    released = re.findall(r"^## \[(\d[\d.]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == ms.__version__
+    assert f"\nversion: {ms.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_extra_is_imported_somewhere():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +40,8 @@ class OptaxRule(JointRule):
     ----------
     transformation : optax.GradientTransformation
         Transformation, whose state consists of arrays like the parameters, of their dtype, and
-        numbers.
+        numbers. ``optax.clip_by_global_norm(c)`` as the first link of ``optax.chain`` is taken as
+        ``clip_global_norm=c``: the norm is that of all ranks' elements.
     clip_global_norm : float, optional
         As in `Optimizer`. It replaces ``optax.clip_by_global_norm``.
     parameter_options : mapping, optional
@@ -52,9 +55,9 @@ class OptaxRule(JointRule):
     TypeError
         If the argument is not a transformation, or cannot be applied to a vector.
     ValueError
-        If the transformation combines elements, as ``clip_by_global_norm``, ``lamb``,
-        ``adafactor`` and ``muon`` do; draws random numbers, as ``add_noise`` does; or has a state
-        of other arrays. Also if there are other options.
+        If the transformation combines elements, as ``lamb``, ``adafactor``, ``muon``, and
+        ``clip_by_global_norm`` in another place do; draws random numbers, as ``add_noise`` does;
+        or has a state of other arrays. Also if there are other options.
     """
 
     updates_unused = True
@@ -72,6 +75,14 @@ class OptaxRule(JointRule):
                 "transformation must be an optax.GradientTransformation, such as "
                 f"optax.adamw(1e-3), got {type(transformation).__name__}"
             )
+        transformation, limit = _without_clip(transformation)
+        if limit is not None:
+            if clip_global_norm is not None:
+                raise ValueError(
+                    f"the chain begins with clip_by_global_norm({limit:g}), and clip_global_norm "
+                    f"is {clip_global_norm}: give one of the two"
+                )
+            clip_global_norm = limit
         super().__init__(
             1.0, clip_global_norm=clip_global_norm, parameter_options=parameter_options
         )
@@ -107,9 +118,10 @@ class OptaxRule(JointRule):
         if not is_elementwise:
             raise ValueError(
                 "the transformation looks at more than one element at a time (norms, matrices): "
-                "each rank has a part of the elements, and would compute another update. Clip with "
-                "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB has norms over "
-                f"all ranks. {_MASKS}"
+                "each rank has a part of the elements, and would compute another update. To clip, "
+                "write OptaxRule(optax.adamw(1e-3), clip_global_norm=1.0), or begin the chain with "
+                "optax.clip_by_global_norm(1.0); mpishard.optimizers.LAMB has norms over all "
+                f"ranks. {_MASKS}"
             )
         for name, leaf in self._leaves.items():
             # A fixed dtype is accepted here, because the parameters, which are not known yet, may
@@ -219,6 +231,33 @@ class OptaxRule(JointRule):
             else:
                 after[name] = found.item()
         return after
+
+
+def _without_clip(transformation: Any) -> tuple[Any, float | None]:
+    """Return a chain without ``clip_by_global_norm(limit)`` at its beginning, and the limit.
+
+    Any other transformation is returned as it is, with None.
+    """
+    # optax keeps the links of a chain, and the limit, in closures alone. If another version keeps
+    # them elsewhere, nothing is found here, and the trial refuses the chain.
+    inits = _variables(transformation.init).get("init_fns", ())
+    updates = _variables(transformation.update).get("update_fns", ())
+    if len(updates) < 2 or len(inits) != len(updates):
+        return transformation, None
+    first = updates[0]
+    if "tx" in _variables(first):  # optax lets it take the arguments of the other links
+        first = _variables(first)["tx"].update
+    name = getattr(first, "__qualname__", "")
+    if name != "clip_by_global_norm.<locals>.update_fn" or not first.__module__.startswith("optax"):
+        return transformation, None
+    link = type(transformation)
+    rest = [link(*pair) for pair in zip(inits[1:], updates[1:], strict=True)]
+    chain = importlib.import_module("optax").chain
+    return chain(*rest), float(_variables(first)["max_norm"])
+
+
+def _variables(function: Any) -> Mapping[str, Any]:
+    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
 def _trial(transformation: Any) -> tuple[str, bool]:

@@ -90,6 +90,11 @@ class _Commands(TyperGroup):
                 settings = {"allow_extra_args": is_run, "allow_interspersed_args": not is_run}
                 holder.command(cmd_name, context_settings=settings)(found)
             self.commands[cmd_name] = get_group(holder).commands[cmd_name]
+            leaves = getattr(self.commands[cmd_name], "commands", {"": self.commands[cmd_name]})
+            for option in (each for leaf in leaves.values() for each in leaf.params):
+                # Without a name of its own the value of a whole number would be "<int range>".
+                if option.type.name == "int range":
+                    option.metavar = option.metavar or "N"
             # A list of commands would cut a summary that is not given to one line.
             for each in getattr(self.commands[cmd_name], "commands", {}).values():
                 each.short_help = (each.help or "").partition("\n\n")[0].replace("\n", " ")

@@ -35,7 +35,7 @@ from mpishard.checkpoint import (
     spelled,
 )
 from mpishard.cli.tables import show
-from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing, say
+from mpishard.cli.wording import bytes_text, counted, echo, parse_bytes, refusing, say
 
 _LISTED = 3  # tensors of a damaged block whose names are printed
 _MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list, and of a text, that is printed
@@ -225,16 +225,14 @@ def _is_whole(path: Path) -> bool:
     """Read a checkpoint, print its state, and return True if it is whole."""
     problems = _read(path)
     if not problems:
-        typer.echo(str(describe(path)))
+        echo(str(describe(path)))
         return True
-    typer.echo(f"{path} is damaged:")
+    echo(f"{path} is damaged:")
     for problem in problems:
         # A damaged block may hold parts of hundreds of tensors.
         more = len(problem.tensors) - _LISTED
         words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-        typer.echo(
-            f"  {problem.file}: {problem.reason}" + (f"; tensors there: {words}" if words else "")
-        )
+        echo(f"  {problem.file}: {problem.reason}" + (f"; tensors there: {words}" if words else ""))
     return False
 
 
@@ -243,7 +241,7 @@ def _says_lost(folder: str, found: list[Path]) -> bool:
     latest = _latest(folder)
     is_lost = latest is not None and not any(_is_named(path.name, latest) for path in found)
     if is_lost:
-        typer.echo(f"{Path(folder) / LATEST} names {latest!r}, which is not there")
+        echo(f"{Path(folder) / LATEST} names {latest!r}, which is not there")
     return is_lost
 
 
@@ -281,10 +279,10 @@ def _print_folder(found: Mapping[str, Any]) -> None:
     right = [Column(name, justify="right") for name in ("step", "size")]
     _show(f"{found['folder']}, the newest first", (left[0], *right, *left[1:]), rows)
     # `inspect` reads no tensors: the table must not sound as if it had verified them.
-    typer.echo("whole: manifest and lengths fit; `mpishard checkpoint check` reads every byte")
+    echo("whole: manifest and lengths fit; `mpishard checkpoint check` reads every byte")
     for entry in found["checkpoints"]:
         if entry["problem"]:
-            typer.echo(f"{entry['name']}: {entry['problem']}")
+            echo(f"{entry['name']}: {entry['problem']}")
     _says_lost(found["folder"], [Path(entry["name"]) for entry in found["checkpoints"]])
 
 
@@ -294,7 +292,7 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
         words.append(f"after step {found['step']}")
     if found["strategy"] is not None:
         words.append(f"{found['strategy']} on {counted(found['world_size'], 'rank')}")
-    typer.echo("; ".join(words))
+    echo("; ".join(words))
     dtype, kinds, files = found["kinds"].get("parameters", ""), found["kinds"], found["files"]
     _show(
         f"{counted(len(found['parameters']), 'parameter')}, {found['elements']:,} elements",
@@ -310,11 +308,11 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
         (Column("file"), Column("size", justify="right")),
         ((name, bytes_text(nbytes)) for name, nbytes in files.items()),
     )
-    typer.echo("metadata, in full with --json:")
+    echo("metadata, in full with --json:")
     for key, value in found["metadata"].items():
         # Empty entries are those of features that the run did not use.
         if value:
-            typer.echo(f"  {key}: {json.dumps(_shortened(value))}")
+            echo(f"  {key}: {json.dumps(_shortened(value))}")
 
 
 def _shortened(value: object) -> object:
@@ -351,4 +349,4 @@ def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
 def _say_made(target: Path) -> None:
     files = [target] if target.is_file() else sorted(target.iterdir())
     total = sum(file.stat().st_size for file in files)
-    typer.echo(f"{target}: {counted(len(files), 'file')}, {bytes_text(total)}")
+    echo(f"{target}: {counted(len(files), 'file')}, {bytes_text(total)}")

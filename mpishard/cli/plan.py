@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mpishard.cli.outputs import check_png
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import choice, counted, refusing, say
+from mpishard.cli.wording import choice, counted, echo, refusing, say
 from mpishard.pipeline import (
     SCHEDULE_NAMES,
     RuleSchedule,
@@ -192,7 +192,7 @@ def _show_charts(timelines: Sequence[Timeline], *, is_drawn: bool) -> None:
     # A chart that is folded could not be read, so it is left out and named.
     wider = [name for name, chart in charts.items() if chart is None]
     if wider and not is_drawn:
-        typer.echo(f"\nWider than {width} columns: {', '.join(wider)}.")
+        echo(f"\nCharts wider than {width} columns are not shown: {', '.join(wider)}.")
         typer.echo("--output FILE.png draws all.")
     # The letters need an explanation only if a chart was printed.
     if len(wider) < len(charts):

@@ -17,7 +17,7 @@ from mpishard.cli.run.command import (
 )
 from mpishard.cli.run.job import RunJob
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import bytes_text, counted, given_path, milliseconds, refusing
+from mpishard.cli.wording import bytes_text, counted, echo, given_path, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
 
 _MERGED = "trace.json"
@@ -79,7 +79,7 @@ def run(
         recorded = open_trace(folder)
         merge_traces(recorded, made / _MERGED)
         _print_summary(summarize_trace(recorded), recorded)
-        typer.echo(f"{made / _MERGED}: open it in https://ui.perfetto.dev")
+        echo(f"{made / _MERGED}: open it in https://ui.perfetto.dev")
     raise typer.Exit(code)
 
 
@@ -110,7 +110,7 @@ def merge(
         recorded = open_trace(folder)
         merge_traces(recorded, path)
     _print_notes(recorded)
-    typer.echo(f"{path}: {recorded.world_size} ranks; open it in https://ui.perfetto.dev")
+    echo(f"{path}: {recorded.world_size} ranks; open it in https://ui.perfetto.dev")
 
 
 @trace.command()
@@ -128,12 +128,12 @@ def summary(
 def _print_notes(recorded: JobTrace) -> None:
     for rank, ending in sorted(recorded.endings.items()):
         if ending.is_early:
-            typer.echo(
+            echo(
                 f"rank {rank}'s trace ends early, at {ending.until / 1e6:.3f} s: {ending.reason}",
                 err=True,
             )
         if ending.dropped:
-            typer.echo(
+            echo(
                 f"rank {rank} dropped {ending.dropped} events, all that came after "
                 f"{ending.until / 1e6:.3f} s: its trace was full",
                 err=True,
@@ -152,7 +152,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
         words.append(f"bubble of its passes {found.bubble:.1%} (median)")
     if found.uncertainty:
         words.append(f"clocks of nodes agree to {found.uncertainty * 1e6:.0f} us")
-    typer.echo("; ".join(words))
+    echo("; ".join(words))
     table = figures_table("What the ranks' steps are made of", _OF_RANKS)
     for rank in found.ranks:
         # A rank without events has 0 seconds, and shares of 0 %.

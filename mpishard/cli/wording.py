@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +27,8 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -70,9 +75,25 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print sentences. On a terminal lines end between words; a command in backticks is not cut."""
+    stream = sys.stderr if err else sys.stdout
+    if stream.isatty():
+        columns = shutil.get_terminal_size().columns
+        # A space in a command is no place to end a line: users copy commands.
+        kept = re.sub(r"`[^`\n]*`", lambda found: found[0].replace(" ", _NO_BREAK), text)
+        fit = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+        lines = []
+        for line in kept.split("\n"):
+            fit.subsequent_indent = " " * (len(line) - len(line.lstrip()))
+            lines.append(fit.fill(line) if len(line) > columns else line)
+        text = "\n".join(lines).replace(_NO_BREAK, " ")
+    typer.echo(text, err=err)
+
+
 def say(command: str, message: object) -> None:
     """Print ``message`` of ``mpishard <command>`` to stderr, apart from its results on stdout."""
-    typer.echo(f"mpishard {command}: {message}", err=True)
+    echo(f"mpishard {command}: {message}", err=True)
 
 
 def refuse(command: str, message: object, code: int = 2) -> NoReturn:

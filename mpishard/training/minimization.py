@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,6 +27,7 @@ from mpishard.base import (
     as_count,
     nearest,
 )
+from mpishard.callbacks import Run
 from mpishard.communication import (
     CommunicationBackend,
     ReductionOperation,
@@ -37,11 +38,15 @@ from mpishard.communication import (
 from mpishard.contracts import PathLike
 from mpishard.data import Dataset, check_dataset, count_samples, take
 from mpishard.models import ZeRO2Model, check_leaves
+from mpishard.observe import MetricsWriter
 from mpishard.optimizers import LBFGS, ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration, refuse_with_leaves
 from mpishard.training.data import OptimizationInputData
+from mpishard.training.run_state import UserState
 from mpishard.training.saving import RunCheckpoints, checkpoint_to_resume
 
+_CALLBACK = "minimize_callback"  # key of the callback's state in a checkpoint's metadata
+_NO_STATE: dict[str, list[Any]] = {"names": [], "ranks": []}
 _DEFAULTS = {"maxiter": 15_000, "maxfun": 15_000, "gtol": 1e-5, "ftol": 2.2204460492503131e-09}
 # SciPy's name -> the rule's
 _RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2", "maxcor": "memory"}
@@ -62,6 +67,7 @@ def minimize(
     checkpoint: PathLike | None = None,
     checkpoint_every: int | None = None,
     resume: PathLike | bool | None = None,
+    metrics: PathLike | None = None,
 ) -> OptimizeResult:
     """Minimize a mean loss over samples, which the ranks share. Collective.
 
@@ -100,7 +106,9 @@ def minimize(
         bits, as with `ShardingConfiguration`.
     callback : callable, optional
         ``callback(theta)`` or ``callback(intermediate_result)`` after each iteration, on every
-        rank, with the gathered theta. StopIteration on any rank ends the run on all.
+        rank, with the gathered theta. StopIteration on any rank ends the run on all. If it has
+        ``state_dict()`` and ``load_state_dict(state)``, checkpoints save its state, and a resumed
+        run restores it.
     local_data : bool
         ``args`` are this rank's own samples, any number of them, even none.
     checkpoint : path, optional
@@ -110,6 +118,9 @@ def minimize(
         Iterations between checkpoints; default at the end only.
     resume : path or bool, optional
         As for `OptimizationInputData`.
+    metrics : path, optional
+        File to which rank 0 writes one JSON object per iteration: its ``step``, the ``loss`` after
+        it, and the number of ``evaluations`` so far. A resumed run continues the file.
 
     Returns
     -------
@@ -165,6 +176,7 @@ def minimize(
         checkpoint_every=checkpoint_every,
         resume=resume,
         local_data=local_data,
+        metrics=metrics,
     ).checked()
     backend = init() if backend is None else backend
     backend.initialize()
@@ -179,7 +191,8 @@ def minimize(
         "data sets": len(args),
         "samples": None if local_data else count_samples(args[0]) if args else 1,
         "local_data": local_data, "gradient_leaves": leaves,
-        "callback": callback is not None, "jac": jac is True,
+        "callback": callback is not None, "callback's state": _has_state(callback),
+        "jac": jac is True, "metrics": metrics is not None,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
         "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
     }  # fmt: skip
@@ -202,6 +215,7 @@ class _Minimization:
     limits: Mapping[str, float]
     objective: Objective
     callback: Callable[..., object] | None
+    writer: MetricsWriter | None = None  # on rank 0, if there are metrics
 
     @property
     def backend(self) -> CommunicationBackend:
@@ -223,9 +237,7 @@ class _Minimization:
         # A function has no other attributes to save, so the warning about them is switched off.
         self.model.engine.has_warned_of_unsaved_attributes = True
         own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
-        found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
-        if found is not None:
-            checkpoints.load(found, self.model, self.optimizer)
+        kept, is_resumed = self._resume(saving, own)
         if box is not None:
             # Bounds are kept as state, so that they are cut as the parameters are.
             for piece in self.model.engine.pieces.updated:
@@ -234,30 +246,59 @@ class _Minimization:
         self.numbers = state.numbers
         # -1: the run goes on.
         status, message = -1, ""
-        if found is not None:  # a run that had reached its end makes no further iteration
+        if is_resumed:  # a run that had reached its end makes no further iteration
             status, message = self._reason(self.numbers.get("before"))
         if own is not None and status < 0:
             with same_outcome(backend):
                 own.require_access()
-        with nullcontext() if own is None else own.running():
+        with ExitStack() as stack:
+            self._enter(stack, saving.metrics)
+            if own is not None:
+                stack.enter_context(own.running())
             while status < 0:
                 before = self.numbers.get("value")
                 loss = self._iterate(samples)
                 before = loss if before is None else before
                 status, message = self._reason(before)
-                moved = "stuck" not in self.numbers
-                if moved and self.callback is not None and self._asks_to_stop():
+                # A last step that found no lower value is not an iteration.
+                if "stuck" not in self.numbers and self._reports_and_ends():
                     # SciPy's code for it.
                     status, message = 99, "the callback raised StopIteration"
                 if own is None:
                     continue
                 step, is_preempted = self.optimizer.steps, own.is_preempted()
                 if is_preempted or own.is_due(step, is_last=status >= 0):
-                    own.save(step, self.model, self.optimizer, None, {})
+                    own.save(step, self.model, self.optimizer, None, {_CALLBACK: kept.position()})
                 if is_preempted:
                     own.leave(step, int(self.limits["maxiter"]))
-        # A last step that found no lower value is not an iteration.
         return self._result(status, message, self.optimizer.steps - ("stuck" in self.numbers))
+
+    def _resume(
+        self, saving: OptimizationInputData, own: RunCheckpoints | None
+    ) -> tuple[UserState, bool]:
+        """Return the callback's state, and whether there was a checkpoint to load. Collective."""
+        callback, parts = self.callback, dict[str, Any]()
+        if _has_state(callback):
+            parts = {f"callback {type(callback).__name__}": callback}
+        kept = UserState(parts, self.backend)
+        found = checkpoint_to_resume(saving, self.backend, None if own is None else own.folder)
+        if found is not None:
+            saved = checkpoints.load(found, self.model, self.optimizer).get(_CALLBACK, _NO_STATE)
+            with same_outcome(self.backend):  # the user's own code may fail on one rank alone
+                kept.check(saved)
+                kept.restore(saved, found)
+        return kept, found is not None
+
+    def _enter(self, stack: ExitStack, metrics: PathLike | None) -> None:
+        """Open the metrics, which ``stack`` closes, and take the callback into use. Collective."""
+        with same_outcome(self.backend):
+            if metrics is not None and self.backend.rank == 0:
+                # Later lines are those of a run that was killed, and come again.
+                self.writer = MetricsWriter(metrics, resume_step=self.optimizer.steps)
+                stack.callback(self.writer.close)
+        if _has_state(self.callback):
+            # Refuses an object that several thread-ranks share.
+            Run([self.callback], self.backend).enter(stack)
 
     def _iterate(self, samples: LeafSamples) -> float:
         """Make one iteration, and return the loss before it. Collective.
@@ -306,14 +347,19 @@ class _Minimization:
             return 1, f"maxfun, {limits['maxfun']} evaluations, is reached"
         return -1, ""
 
-    def _asks_to_stop(self) -> bool:
-        """Call the callback; return whether it ends the run on any rank. Collective."""
-        assert self.callback is not None
+    def _reports_and_ends(self) -> bool:
+        """Report an iteration; return whether the callback of any rank ends the run. Collective."""
+        loss = self.numbers["value"]
+        if self.writer is not None:
+            evaluations = self.numbers["evaluations"]
+            self.writer.write(self.optimizer.steps, loss=loss, evaluations=evaluations)
+        if self.callback is None:
+            return False
         theta = self.model.gather_full_parameters()
         stops = 0
         try:
             if "intermediate_result" in inspect.signature(self.callback).parameters:
-                result = OptimizeResult(x=theta, fun=self.numbers["value"])
+                result = OptimizeResult(x=theta, fun=loss)
                 self.callback(intermediate_result=result)
             else:
                 self.callback(theta)
@@ -340,6 +386,10 @@ class _Minimization:
         # Released, so that the user can minimize the same function again.
         self.model.release()
         return result
+
+
+def _has_state(callback: object) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
 
 
 def _checked_theta(given: Any) -> Array:

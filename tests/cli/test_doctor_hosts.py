@@ -192,7 +192,7 @@ def test_little_memory_and_leftovers():
     assert found["hosts.memory"].verdict is PROBLEM
     assert found["hosts.memory"].fix.startswith("ssh b 'sudo mount -o remount")
     assert found["hosts.leftovers"].verdict is NOTE
-    assert found["hosts.leftovers"].fix == "ssh b 'rm -f /dev/shm/mpich_shm_1'"
+    assert found["hosts.leftovers"].fix == f"ssh b '{doctor_hosts.REMOVE_LEFTOVERS}'"
 
 
 def test_names(tmp_path):

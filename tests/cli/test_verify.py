@@ -774,8 +774,15 @@ def test_refuses_targets(file: str, target: str, message: str) -> None:
 def test_an_import_that_fails_inside_the_target_is_the_users(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import not_there_at_all\n")
-    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+    with pytest.raises(
+        TargetError, match=r"line 1, in <module>\n.*\nModuleNotFoundError: .*_at_all"
+    ):
         load_factory(f"{path}:factory")
+    path.write_text("x = 1\ndef factory(seed)\n")
+    with pytest.raises(TargetError, match="SyntaxError: expected ':'") as caught:
+        load_factory(f"{path}:factory")
+    assert "importlib" not in str(caught.value)
+    assert f'{path}", line 2\n    def factory(seed)' in str(caught.value)
 
 
 class Nothing:

@@ -21,8 +21,9 @@ from mpishard.errors import (
     NonFiniteLossError,
     PeerError,
     Preempted,
+    ShardingError,
 )
-from mpishard.observe import open_trace, summarize_trace, trace
+from mpishard.observe import open_trace, read_metrics, summarize_trace, trace
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers import LBFGS
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
@@ -234,6 +235,49 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(backend, shared_pa
     done = ms.minimize(logistic, START, (X, Y), **folder, resume=True)
     assert (done.nit, done.message) == (rest.nit, rest.message)
     assert "Objective" not in caplog.text
+
+
+class Losses:
+    """A callback that keeps the losses, also over a resume."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, intermediate_result):
+        self.kept.append(intermediate_result.fun)
+
+    def state_dict(self):
+        return self.kept
+
+    def load_state_dict(self, state):
+        self.kept = state
+
+
+@in_worlds(1, 3)
+def test_metrics_and_the_losses_of_a_callback_go_on_after_a_resume(backend, shared_path):
+    given = {"backend": backend, "checkpoint": shared_path / "run"}
+    file, whole, part, rest = shared_path / "m.jsonl", Losses(), Losses(), Losses()
+    ms.minimize(logistic, START, (X, Y), backend=backend, callback=whole)
+    ms.minimize(
+        logistic, START, (X, Y), **given, callback=part, metrics=file, options={"maxiter": 3}
+    )
+    assert part.kept == whole.kept[:3]
+    with pytest.raises(ValueError, match="saved with the user_state 'callback Losses'"):
+        ms.minimize(logistic, START, (X, Y), **given)
+    result = ms.minimize(logistic, START, (X, Y), **given, callback=rest, metrics=file)
+    assert rest.kept == whole.kept
+    rows = read_metrics(file)
+    assert [row["step"] for row in rows] == list(range(1, result.nit + 1))
+    assert [row["loss"] for row in rows] == whole.kept
+    assert rows[-1]["evaluations"] == result.nfev
+
+
+def test_a_callback_with_a_state_that_thread_ranks_share_is_refused():
+    shared = Losses()
+    with pytest.raises(ShardingError, match="the callback Losses is one object"):
+        ms.run_in_threads(
+            2, lambda own: ms.minimize(logistic, START, (X, Y), backend=own, callback=shared)
+        )
 
 
 @pytest.fixture

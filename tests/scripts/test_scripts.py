@@ -22,7 +22,7 @@ def test_is_shell(path):
     "name",
     [
         *("train.sh", "test.sh", "test_gpu.sh", "test_frameworks.sh", "test_slurm.sh"),
-        *("benchmarks.sh", "torture.sh"),
+        *("benchmarks.sh", "torture.sh", "release.sh"),
     ],
 )
 def test_help_needs_nothing(machine, name):

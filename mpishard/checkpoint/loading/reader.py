@@ -457,9 +457,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         meant = [each for each in near if target.name in each.parts] or near
         listed = ", ".join(map(str, meant[:_NAMED])) + (", ..." if len(meant) > _NAMED else "")
         raise FileNotFoundError(f"{what}; did you mean {listed}?")
+    if place is not target:  # the files beside a path that is misspelled explain nothing
+        hint = nearest(target.name, names)
+        raise FileNotFoundError(f"{what}, and none in the folder {place} either{hint}")
     listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    hint = nearest(target.name, names)
-    raise FileNotFoundError(f"{what}; {place} holds no checkpoint, but {listed or 'nothing'}{hint}")
+    raise FileNotFoundError(f"{what}, and no checkpoint; it holds {listed or 'nothing'}")
 
 
 def _checkpoints_near(place: Path) -> list[Path]:

@@ -278,7 +278,10 @@ def examine_numba() -> Iterator[Finding]:
 NEEDED_BYTES = 64 * 2**20
 """Open MPI takes 16 MiB for each rank, MPICH some 3 MiB for each job; below 20 it may crash."""
 
-_MOST_NAMED = 20
+# Their names would fill the screen. The command looks for them again, so that it removes no file
+# that a new job has mapped.
+REMOVE_LEFTOVERS = f"{shlex.quote(sys.executable)} -m {leftovers.__module__}"
+"""The command that removes the files of killed jobs."""
 
 
 def examine_shared_memory() -> Iterator[Finding]:
@@ -292,9 +295,7 @@ def examine_shared_memory() -> Iterator[Finding]:
     if dead:
         text = f"{counted(len(dead), 'file')} of killed jobs in {SHARED_MEMORY}, "
         text += f"{bytes_text(nbytes)}, which no process here has mapped"
-        fix = f"cd {SHARED_MEMORY} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
-        if len(dead) > _MOST_NAMED:
-            text += f"; the command removes the first {_MOST_NAMED}: repeat doctor and command"
+        fix = REMOVE_LEFTOVERS
     value = {"files": [str(path) for path in dead], "bytes": nbytes}
     yield Finding("memory.leftovers", text, value, fix)
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from mpishard.base import settings
 from mpishard.cli.doctor.finding import Finding, shortened
-from mpishard.cli.doctor.host import NEEDED_BYTES
+from mpishard.cli.doctor.host import NEEDED_BYTES, REMOVE_LEFTOVERS
 from mpishard.cli.doctor.job import measure_hosts
 from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer
@@ -231,7 +231,7 @@ def _memory(facts: Mapping[str, Facts], own: str) -> Iterator[Finding]:
     left = {name: found["leftovers"] for name, found in facts.items() if found["leftovers"]}
     for name, files in left.items():
         text = f"{counted(len(files), 'file')} of killed jobs in {SHARED_MEMORY} of {name}"
-        yield Finding("hosts.leftovers", text, files, _on(name, own, f"rm -f {shlex.join(files)}"))
+        yield Finding("hosts.leftovers", text, files, _on(name, own, REMOVE_LEFTOVERS))
     if not left:
         yield Finding("hosts.leftovers", f"no killed job has left files in {SHARED_MEMORY}", [])
 

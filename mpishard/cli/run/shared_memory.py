@@ -191,4 +191,4 @@ def _unmapped(paths: Iterable[Path], processes: Path = Path("/proc")) -> dict[Pa
 
 
 if __name__ == "__main__":
-    remove_files_of_dead_jobs(float(sys.argv[1]))
+    remove_files_of_dead_jobs(*map(float, sys.argv[1:]))

@@ -18,7 +18,7 @@ from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
 from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import SIZES
-from mpishard.cli.wording import check_start, choice, counted, refuse, refusing, say
+from mpishard.cli.wording import check_start, choice, counted, echo, refuse, refusing, say
 from mpishard.communication import mesh_sizes
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 
@@ -128,7 +128,7 @@ def _verify_factory(job: VerifyJob) -> bool:
     if found is None:  # ranks without a result have failed, even if the job ended with code 0
         _fail(where, code or 1)
     how = f"{counted(job.steps, 'step')} of {job.rule}"
-    typer.echo(f"{job.target}: {where} against training alone, {how}, {found.dtype}")
+    echo(f"{job.target}: {where} against training alone, {how}, {found.dtype}")
     # All steps may agree, and the job fail after them, as in shutdown.
     is_equal = _show(found)
     if code:
@@ -159,7 +159,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
         try:
             found = compare_steps(alone, on_ranks, tolerance)
         except ValueError as error:
-            typer.echo(f"DIFFERENT: {error}")
+            echo(f"DIFFERENT: {error}")
             return False
     return _show(found)
 
@@ -173,7 +173,7 @@ def _fail(where: str, code: int) -> NoReturn:
 def _show(found: Comparison) -> bool:
     """Print a comparison, and return True if all agree."""
     show(found.table())
-    typer.echo("\n".join(found.lines()))
+    echo("\n".join(found.lines()))
     return found.is_equal
 
 

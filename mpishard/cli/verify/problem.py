@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
@@ -126,11 +127,13 @@ def _load_module(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))  # as python -m has it
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports
+    except Exception as error:  # noqa: BLE001 - the code of the user
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        # It may be something that the module itself imports.
+        if absent is None or not f"{name}.".startswith(f"{absent}."):
+            raise TargetError(_failure(name, error)) from None
         text = f"{Path.cwd()} and on Python's path; a file is given as file.py:NAME"
-        raise TargetError(f"there is no module {error.name!r}\nlooked for it in {text}") from None
+        raise TargetError(f"there is no module {absent!r}\nlooked for it in {text}") from None
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -141,8 +144,23 @@ def _load_file(path: Path) -> ModuleType:
     module.__file__ = str(path)
     # As an import does: dataclasses and pickle look up the module of a class by its name.
     sys.modules[_MODULE_NAME] = module
-    SourceFileLoader(_MODULE_NAME, str(path)).exec_module(module)
+    try:
+        SourceFileLoader(_MODULE_NAME, str(path)).exec_module(module)
+    except Exception as error:  # noqa: BLE001 - the code of the user
+        raise TargetError(_failure(path, error)) from None
     return module
+
+
+def _failure(place: object, error: Exception) -> str:
+    """Return why a module cannot be imported: the traceback of the user's own lines."""
+    trace = error.__traceback__
+    while trace is not None and (
+        (file := trace.tb_frame.f_code.co_filename) in (__file__, importlib.__file__)
+        or file.startswith("<frozen importlib")
+    ):
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return f"{place} cannot be imported\n{lines}"
 
 
 def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
