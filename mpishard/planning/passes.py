@@ -16,7 +16,7 @@ import numpy as np
 
 from mpishard.base import BFLOAT16, Array, DType, widened_dtype
 from mpishard.contracts import ILayeredModel, ILossFunction, Saved
-from mpishard.models import LayeredProgram, MeshProgram
+from mpishard.models import LayeredProgram, MeshProgram, ModelVector
 from mpishard.nn import Context, Gradients, GradientTargets, Layer, Parameters
 from mpishard.pipeline import IPipelineStage, PipelineOperationType, PipelineRecord
 from mpishard.planning.reserved import ReservedArray
@@ -183,6 +183,9 @@ class PlannedMeshProgram(MeshProgram, _Planned):
 
     def loss_here(self, loss: ILossFunction) -> ILossFunction:
         return loss
+
+    def _make_vector(self) -> ModelVector:
+        return self.vector  # Nothing is gathered, so that other ranks' parts are not needed.
 
     def _executor(self, micro_batches: int) -> Any:
         return _Replay(self)

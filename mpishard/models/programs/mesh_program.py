@@ -61,7 +61,7 @@ class MeshProgram(LayeredProgram):
             self.mesh, reports_loss=self._has_output and self.mesh.tensor_rank == 0
         )
         # After the base class, which lays out this rank's part; other ranks' come by a message.
-        self.vector = MeshVector(self.vector.placement, self.mesh)
+        self.vector = self._make_vector()
         # The group of ranks that hold each shared parameter.
         self._tie_groups: dict[str, CommunicationBackend] = {}
         pipeline = self.mesh.pipeline
@@ -76,6 +76,10 @@ class MeshProgram(LayeredProgram):
         self._executors: dict[int, PipelineExecutor] = {}
         self.last_record = PipelineRecord()
         """Times at which each operation of the last training pass waited and computed."""
+
+    def _make_vector(self) -> ModelVector:
+        """Return the layout of the model's vector over the ranks. Collective."""
+        return MeshVector(self.vector.placement, self.mesh)
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
         # Kept by number of micro-batches: each has the plan of its own schedule.
