@@ -1,23 +1,18 @@
 """``mpishard plan``: the cost of a run, before it starts.
 
 ``schedule.py`` simulates pipeline schedules; ``memory.py`` prints the memory of each rank and host.
-A command is a function here in the table below.
+The table below has the function of each command.
 """
 
 from __future__ import annotations
 
 import typer
 
+from mpishard.cli.plan.memory import memory
 from mpishard.cli.plan.schedule import schedule
 
 __all__ = ["plan"]
 
 plan = typer.Typer(rich_markup_mode=None)
-
-
-@plan.callback()
-def _group() -> None:
-    """Make each a command of a group."""
-
-
-plan.command()(schedule)
+for command in (memory, schedule):
+    plan.command()(command)
