@@ -2,13 +2,14 @@
 
 Each command is a folder that begins with ``command.py``, or one module: ``run/`` starts a script on
 N ranks and watches it, ``doctor/`` examines an installation, ``verify/`` compares sharded with
-plain training, ``bench/`` measures; ``watch.py`` shows a run on a page, ``plan.py`` simulates
-pipeline schedules, ``checkpoint.py``, ``trace.py`` and ``plot.py`` read the files of a run.
+plain training, ``bench/`` measures, ``plan/`` plans a run; ``watch.py`` shows a run on a page,
+``checkpoint.py``, ``trace.py`` and ``plot.py`` read the files of a run.
 ``resize`` is in ``run/``, whose jobs it changes. This file has the table of commands. A command is
 imported when it is called, so that ``mpishard run`` does not wait for models.
 
 Commands share ``wording.py`` (text, messages, refusals), ``tables.py``, ``outputs.py`` (files that
-they write), ``probe.py`` (programs with a time limit) and ``machine.py``. They may import those,
+they write), ``factories.py`` (functions that a command line names), ``probe.py`` (programs with
+a time limit) and ``machine.py``. They may import those,
 ``run/``, and every other room of mpishard; they do not import each other.
 """
 
@@ -34,7 +35,7 @@ _COMMANDS = {
         "verify.command",
         "Compare sharded training of TARGET's model with training it in one process.",
     ),
-    "plan": ("plan", "Simulate pipeline schedules: the cost of a run, before it starts."),
+    "plan": ("plan", "Plan a run before it starts: its memory, and its pipeline schedule."),
     "bench": ("bench.command", "Measure collectives and training steps on these ranks."),
     "checkpoint": (
         "checkpoint", "Inspect checkpoints, check them, convert them for other programs."

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
+from mpishard.cli.factories import TargetError, load_factory
 from mpishard.cli.verify.comparison import Comparison, default_tolerance, relative_error
 from mpishard.cli.verify.job import VerifyJob
 from mpishard.cli.verify.problem import (
+    RETURNS,
     SIZES,
     Problem,
-    TargetError,
     build_problem,
-    load_factory,
 )
 from mpishard.cli.verify.ranks import compare
 from mpishard.cli.verify.reference import fitted, train_alone
@@ -750,9 +750,12 @@ def test_a_target_that_is_none_ends_with_2_and_two_lines(tmp_path: Path) -> None
 
 
 def test_targets_are_files_and_modules(file: str) -> None:
-    assert load_factory(f"{file}:factory")(0)[1].shape == (20, 3)
-    assert load_factory("mpishard.base.layout:ShardLayout") is ms.ShardLayout
-    assert build_problem(load_factory(f"{file}:factory"), 0, "float32").model.dtype == np.float32
+    assert load_factory(f"{file}:factory", RETURNS)(0)[1].shape == (20, 3)
+    assert load_factory("mpishard.base.layout:ShardLayout", RETURNS) is ms.ShardLayout
+    assert (
+        build_problem(load_factory(f"{file}:factory", RETURNS), 0, "float32").model.dtype
+        == np.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -768,7 +771,7 @@ def test_targets_are_files_and_modules(file: str) -> None:
 )
 def test_refuses_targets(file: str, target: str, message: str) -> None:
     with pytest.raises(TargetError, match=message):
-        load_factory(target.replace("FILE", file))
+        load_factory(target.replace("FILE", file), RETURNS)
 
 
 def test_an_import_that_fails_inside_the_target_is_the_users(tmp_path: Path) -> None:
@@ -777,10 +780,10 @@ def test_an_import_that_fails_inside_the_target_is_the_users(tmp_path: Path) -> 
     with pytest.raises(
         TargetError, match=r"line 1, in <module>\n.*\nModuleNotFoundError: .*_at_all"
     ):
-        load_factory(f"{path}:factory")
+        load_factory(f"{path}:factory", RETURNS)
     path.write_text("x = 1\ndef factory(seed)\n")
     with pytest.raises(TargetError, match="SyntaxError: expected ':'") as caught:
-        load_factory(f"{path}:factory")
+        load_factory(f"{path}:factory", RETURNS)
     assert "importlib" not in str(caught.value)
     assert f'{path}", line 2\n    def factory(seed)' in str(caught.value)
 
@@ -894,7 +897,7 @@ def test_refuses_a_model_that_is_sharded() -> None:
 
 
 def test_training_alone_that_diverges_is_reported(file: str) -> None:
-    problem = build_problem(load_factory(f"{file}:diverges"), 0, None)
+    problem = build_problem(load_factory(f"{file}:diverges", RETURNS), 0, None)
     with pytest.raises(TargetError, match=r"step 1 of training alone.*not finite\nlower the learn"):
         train_alone(job(2), problem)
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import UNIT_ROUNDOFF, Array
+from mpishard.cli.factories import load_factory
 from mpishard.cli.verify.comparison import Comparison, default_tolerance, relative_error
 from mpishard.cli.verify.job import VerifyJob
-from mpishard.cli.verify.problem import Problem, build_problem, load_factory
+from mpishard.cli.verify.problem import RETURNS, Problem, build_problem
 from mpishard.cli.verify.reference import Reference
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import UserModel
@@ -200,7 +201,7 @@ def _errors(entries: Sequence[ParameterEntry], actual: Array, expected: Array) -
 def main() -> None:
     """Run as one rank of the job in FOLDER, or as all of them on threads."""
     job: VerifyJob = VerifyJob.read(Path(sys.argv[1]))
-    factory = load_factory(job.target)
+    factory = load_factory(job.target, RETURNS)
 
     def train(backend: CommunicationBackend) -> None:
         # In each rank, because thread-ranks must not share a model.

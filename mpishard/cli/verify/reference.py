@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from mpishard.base import Array
+from mpishard.cli.factories import TargetError, load_factory
 from mpishard.cli.verify.comparison import relative_error
 from mpishard.cli.verify.job import VerifyJob
-from mpishard.cli.verify.problem import Problem, TargetError, build_problem, load_factory
+from mpishard.cli.verify.problem import RETURNS, Problem, build_problem
 from mpishard.cli.verify.textbook import Textbook
 from mpishard.cli.wording import say
 from mpishard.data import take
@@ -219,7 +220,7 @@ def main() -> None:
     job: VerifyJob = VerifyJob.read(Path(sys.argv[1]))
     try:
         problem = build_problem(
-            load_factory(job.target), job.seed, "float64" if job.precision else None
+            load_factory(job.target, RETURNS), job.seed, "float64" if job.precision else None
         )
         job = fitted(job, problem)
         # For the ranks: now it has the settings that the factory has returned.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import Array
-from mpishard.cli.verify.problem import TargetError
+from mpishard.cli.factories import TargetError
 from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, Lion, RMSprop, StrongWolfe
 from mpishard.sharding import ParameterEntry
 

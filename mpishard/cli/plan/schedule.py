@@ -1,4 +1,4 @@
-"""``mpishard plan``: the cost of a run, before it starts."""
+"""``mpishard plan schedule``: pipeline schedules on a virtual clock."""
 
 from __future__ import annotations
 
@@ -30,15 +30,7 @@ _LOOPED = ("interleaved", "looped-bfs")
 _MOST_OPERATIONS = 2_000_000  # they take seconds, and less than a gigabyte
 _MANY_RANKS = 8  # with more, a table has the largest peak alone
 
-plan = typer.Typer(rich_markup_mode=None)
 
-
-@plan.callback()
-def _group() -> None:
-    """Make `schedule` a command of a group, although it is the only one."""
-
-
-@plan.command()
 def schedule(
     stages: Annotated[
         int, typer.Option("-p", "--stages", min=1, help="Number of ranks of the pipeline, P.")

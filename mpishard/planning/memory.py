@@ -1,0 +1,202 @@
+"""The memory of a model on a number of ranks, for each strategy and mesh."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mpishard.contracts import ILayeredModel
+from mpishard.planning.advice import advice_on, gibibytes
+from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of, parameter_count
+
+DATA_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+"""Strategies that divide samples alone, in the order of the memory that they need, most first."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryPlan:
+    """The memory of a model on a number of ranks, for each strategy and mesh.
+
+    Parameters
+    ----------
+    model : str
+        Class of the model.
+    parameter_count : int
+        Number of its parameters.
+    rows : tuple of MemoryRow
+        One for each strategy and mesh.
+    host_memory : int or None
+        Bytes that a host has for the run; None if no limit was given.
+    advice : tuple of str
+        Sentences: what fits, or what would.
+    """
+
+    model: str
+    parameter_count: int
+    rows: tuple[MemoryRow, ...]
+    host_memory: int | None
+    advice: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        job = self.rows[0].job
+        least = min(self.rows, key=lambda row: row.host.total)
+        return (
+            f"{type(self).__name__}({self.model}, {self.parameter_count} parameters, {job.ranks} "
+            f"ranks on {job.hosts} hosts: {least.name} needs least, "
+            f"{gibibytes(least.host.total)} per host)"
+        )
+
+    @property
+    def title(self) -> str:
+        """Model, ranks and batch in words."""
+        job = self.rows[0].job
+        hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
+        return (
+            f"{self.model} of {self.parameter_count} parameters on {job.ranks} ranks, {hosts}; "
+            f"{job.samples_of_rank} samples per rank"
+            + (f"; {job.precision}" if job.precision else "")
+        )
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of the table's rows: name, categories, rank, host."""
+        for row in self.rows:
+            values = asdict(row.rank).values()
+            shown = ["not known" if value is None else gibibytes(value) for value in values]
+            yield row.name, *shown, gibibytes(row.rank.total), gibibytes(row.host.total)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+            for cells in self.cells()
+        )
+        advice = "".join(f"<p>{html.escape(line)}</p>" for line in self.advice)
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        return f"<table>{caption}<tr>{head}</tr>{body}</table>{advice}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan for JSON; amounts in bytes."""
+        return {
+            "model": self.model,
+            "parameter_count": self.parameter_count,
+            "ranks": self.rows[0].job.ranks,
+            "hosts": self.rows[0].job.hosts,
+            "samples_of_rank": self.rows[0].job.samples_of_rank,
+            "precision": self.rows[0].job.precision,
+            "host_memory": self.host_memory,
+            "rows": [
+                {
+                    "name": row.name,
+                    "strategy": row.job.strategy,
+                    "mesh": list(row.job.sizes),
+                    "rank": {**asdict(row.rank), "total": row.rank.total},
+                    "host": {**asdict(row.host), "total": row.host.total},
+                    "stages": [asdict(use) for use in row.stages],
+                }
+                for row in self.rows
+            ],
+            "advice": list(self.advice),
+        }
+
+
+COLUMNS = ("", *(f.name.replace("_", " ") for f in fields(MemoryUse)), "rank", "host")
+"""Heads of the columns of a plan's table."""
+
+
+def plan_memory(
+    factory: Callable[..., Any] | Any,
+    ranks: int,
+    hosts: int = 1,
+    *,
+    strategies: Sequence[str] | None = None,
+    meshes: Sequence[tuple[int, int, int]] | None = None,
+    host_memory: int | None = None,
+    **choices: Any,
+) -> MemoryPlan:
+    """Plan the memory of a run, and allocate nothing of the model.
+
+    Parameters
+    ----------
+    factory : callable or model
+        A model of `mpishard.nn`, a PyTorch module on the device "meta" in a `TorchModel`, a black
+        box; or a function that returns one, see `planned_model`.
+    ranks, hosts : int
+        Numbers of ranks and of hosts.
+    strategies : sequence of str, optional
+        Strategies to plan: "ddp", "zero1", "zero2" and "fsdp". Default: all.
+    meshes : sequence of (int, int, int), optional
+        Meshes (pipeline, tensor, data) to plan. Default: some that fit the model; for a black box
+        none.
+    host_memory : int, optional
+        Bytes that a host has for the run. The advice then says what fits.
+    **choices
+        Of `Job`: ``batch_size``, ``micro_batch_count``, ``schedule``, ``sequence_parallel``,
+        ``precision``, ``checkpoint_config``, ``optimizer``, ``data_parallel_strategy``,
+        ``minimum_parameter_group_size``.
+
+    Returns
+    -------
+    MemoryPlan
+        A row for each strategy and mesh. A notebook shows it as a table.
+
+    Raises
+    ------
+    UnplannableError
+        If the factory returns no model or has allocated it; if a given mesh does not fit the ranks
+        or the model.
+
+    Examples
+    --------
+    >>> import mpishard as ms
+    >>> model = ms.nn.MLP([512, 512, 512], dtype="float32")
+    >>> plan = ms.plan_memory(model, ranks=4, strategies=["ddp", "fsdp"], meshes=[])
+    >>> plan
+    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 hosts: fsdp needs least, 0.0167 GiB per host)
+    >>> [(row.name, row.rank.optimizer_state) for row in plan.rows]
+    [('ddp', 4202496), ('fsdp', 1050624)]
+    """
+    model = planned_model(factory)
+    rows = [
+        memory_of(model, data_job(name, ranks, hosts, choices))
+        for name in (DATA_STRATEGIES if strategies is None else strategies)
+    ]
+    given = meshes is not None
+    for mesh in meshes or () if given else _usual_meshes(model, ranks, hosts):
+        job = Job(ranks, hosts, "hybrid", mesh, **choices)
+        try:
+            rows.append(memory_of(model, job))
+        except UnplannableError:
+            if given:  # one that was not asked for is left out
+                raise
+    if not rows:
+        raise UnplannableError("there is nothing to plan: give a strategy or a mesh")
+    advice = () if host_memory is None else tuple(advice_on(model, rows, host_memory))
+    return MemoryPlan(
+        type(model).__name__, parameter_count(model), tuple(rows), host_memory, advice
+    )
+
+
+def data_job(name: str, ranks: int, hosts: int, choices: Mapping[str, Any]) -> Job:
+    """Return the job of a strategy that divides samples alone."""
+    if name not in DATA_STRATEGIES:
+        known = ", ".join(DATA_STRATEGIES)
+        raise UnplannableError(f"strategies must be of {known}, got {name!r}; others are meshes")
+    given = {n: v for n, v in choices.items() if n != "data_parallel_strategy"}
+    return Job(ranks, hosts, name, **given).with_options()
+
+
+def _usual_meshes(model: Any, ranks: int, hosts: int) -> Iterator[tuple[int, int, int]]:
+    """Yield meshes whose tensor groups stay on a host, and whose stages have layers."""
+    if not isinstance(model, ILayeredModel) or ranks == 1:
+        return
+    on_host = ranks // hosts
+    sizes = dict.fromkeys((1, 2, on_host)), dict.fromkeys((1, 2, hosts))
+    for tensor in sizes[0]:
+        for pipeline in sizes[1]:
+            product = tensor * pipeline
+            fits = on_host % tensor == 0 and ranks % product == 0
+            if fits and product > 1 and pipeline <= len(model.layers):
+                yield pipeline, tensor, ranks // product

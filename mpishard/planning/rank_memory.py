@@ -1,0 +1,266 @@
+"""The memory of one run: bytes of each rank and host, by category."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.contracts import ILayeredModel
+from mpishard.distributed import DistributedStrategy
+from mpishard.models import (
+    DATA_POLICIES,
+    BackwardPass,
+    Engine,
+    IPlaceableModel,
+    MeshOptions,
+    OpaqueProgram,
+    PlacedProgram,
+    Policy,
+    Program,
+    build_engine,
+    checked_mesh_options,
+    mesh_choices,
+    require_precision,
+)
+from mpishard.observe import MemoryCategory
+from mpishard.planning.backend import PlannedBackend, PlannedMesh
+from mpishard.planning.jobs import Job, UnplannableError
+from mpishard.planning.passes import Activations, PlannedLoss, PlannedMeshProgram, PlannedProgram
+from mpishard.planning.reserved import ReservedArray, ReservedLedger
+from mpishard.sharding import ShardingConfiguration
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes by category.
+
+    Parameters
+    ----------
+    parameters : int
+        Parameters that are owned or replicated, and rounded copies of them.
+    gradients : int
+        Reduced gradients, or whole ones if the strategy keeps them.
+    optimizer_state : int
+        State of the update rule.
+    unsharded_units : int
+        Gathered parameters of units in use, and gradients of units before they are reduced.
+    activations : int or None
+        The most bytes of activations, their gradients and messages between stages that live at
+        once; None if a black box makes them, so that they are not known.
+    buffers : int
+        Buffers in which messages and rounded gradients travel.
+    black_box : int
+        The parameters that a black box keeps, and the gradient that it returns.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    unsharded_units: int = 0
+    activations: int | None = 0
+    buffers: int = 0
+    black_box: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum; without activations if they are not known."""
+        return sum(value or 0 for value in asdict(self).values())
+
+    def __add__(self, other: MemoryUse) -> MemoryUse:
+        sums: dict[str, Any] = {
+            name: None if None in (nbytes, getattr(other, name)) else nbytes + getattr(other, name)
+            for name, nbytes in asdict(self).items()
+        }
+        return MemoryUse(**sums)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """The memory of one strategy or mesh.
+
+    Parameters
+    ----------
+    job : Job
+        The run.
+    stages : tuple of MemoryUse
+        Memory of the rank of each pipeline stage that needs most.
+    host : MemoryUse
+        Sum over the ranks of the host that needs most.
+    """
+
+    job: Job
+    stages: tuple[MemoryUse, ...]
+    host: MemoryUse
+
+    @property
+    def rank(self) -> MemoryUse:
+        """Memory of the rank that needs most."""
+        return max(self.stages, key=lambda use: use.total)
+
+    @property
+    def name(self) -> str:
+        """The strategy, and the mesh if it is one: pipeline x tensor x data."""
+        job = self.job
+        if job.strategy != DistributedStrategy.HYBRID:
+            return job.strategy
+        if job.sizes[:2] == (1, 1):
+            return job.data_parallel_strategy
+        mesh = "x".join(map(str, job.sizes))
+        return f"{mesh} {job.data_parallel_strategy}" if job.sizes[2] > 1 else mesh
+
+
+def memory_of(model: Any, job: Job) -> MemoryRow:
+    """Return the memory of one run of ``model``, which the call does not change.
+
+    Raises
+    ------
+    UnplannableError
+        If the model cannot be run in this way, with the reason that a run would give.
+    """
+    size = job.ranks_per_host
+    try:
+        if not _is_mesh(job):
+            use = _memory_of_rank(model, job, 0)
+            return MemoryRow(job, (use,), sum([use] * size, MemoryUse()))
+        mesh = PlannedMesh(_backend(job, 0), *job.sizes)
+        # Tensor rank 0 and data rank 0 have the largest slices and pieces. Stages of equal layers
+        # and orders need equal memory.
+        found: dict[Hashable, MemoryUse] = {}
+        stages = []
+        for stage, key in enumerate(_kinds_of_stages(model, job, mesh)):
+            if key not in found:
+                found[key] = _memory_of_rank(model, job, mesh.rank_of(stage, 0, 0))
+            stages.append(found[key])
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if isinstance(error, UnplannableError):
+            raise
+        raise UnplannableError(
+            f"{job.strategy} {job.sizes} of {job.ranks} ranks: {error}"
+        ) from error
+    stage_of = [mesh.coordinates_of(rank)[0] for rank in range(job.ranks)]
+    hosts = {tuple(sorted(stage_of[at : at + size])) for at in range(0, job.ranks, size)}
+    sums = (sum((stages[stage] for stage in host), MemoryUse()) for host in hosts)
+    return MemoryRow(job, tuple(stages), max(sums, key=lambda use: use.total))
+
+
+def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashable]:
+    """Yield what decides the memory of the ranks of each stage: its layers and its order."""
+    if not isinstance(model, ILayeredModel):
+        raise UnplannableError(
+            f"{type(model).__name__} is a black box, which a mesh does not divide: plan ddp, "
+            "zero1, zero2 or fsdp"
+        )
+    choices, infos = mesh_choices(model, mesh, _mesh_options(job)), model.get_all_layer_info()
+    count = choices.micro_batch_count
+    for rank in range(mesh.pipeline_size):
+        layers = [infos[slice(*choices.stages[stage])] for stage in choices.stages_of(rank)]
+        kinds = [
+            # A parameter of another layer, which stages that use it hold, has the other's name.
+            (type(info.layer), info.input_shape, info.estimated_flops, info.parameter_count)
+            for stage in layers
+            for info in stage
+        ]
+        order = choices.schedule.get_schedule(rank, mesh.pipeline_size, count)
+        # The ends have the model's input, its loss, and layers that share parameters.
+        ends = rank in (0, mesh.pipeline_size - 1) and rank
+        yield tuple(kinds), tuple(map(len, layers)), tuple(order), ends
+
+
+def _mesh_options(job: Job) -> MeshOptions:
+    names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
+    given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
+    order = ("pipeline", "tensor", "data")
+    return MeshOptions(
+        **checked_mesh_options({**given, "partition_strategy": None, "order": order})
+    )
+
+
+def parameter_count(model: Any) -> int:
+    """Return the number of parameters of any model that can be planned."""
+    if isinstance(model, ILayeredModel):
+        return int(model.parameter_table.length)
+    if isinstance(model, IPlaceableModel):
+        return sum(entry.size for entry in model.parameter_entries)
+    return int(model.get_parameters().size)
+
+
+def _is_mesh(job: Job) -> bool:
+    return job.strategy in (
+        DistributedStrategy.HYBRID,
+        DistributedStrategy.TENSOR_PARALLEL,
+        DistributedStrategy.PIPELINE_PARALLEL,
+    )
+
+
+def _backend(job: Job, rank: int) -> PlannedBackend:
+    return PlannedBackend(rank, [r // job.ranks_per_host for r in range(job.ranks)])
+
+
+def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
+    backend = _backend(job, rank)
+    config = ShardingConfiguration(
+        backend,
+        precision=job.precision,
+        minimum_parameter_group_size=job.minimum_parameter_group_size,
+    )
+    if job.precision is not None:
+        require_precision(model, job.precision)
+    activations = Activations()
+    program, policy = _program(model, job, config, activations)
+    ledger = ReservedLedger()
+    engine = build_engine(program, policy, config, type(model).__name__, ledger=ledger)
+    _train(engine, job, activations)
+    frozen = job.optimizer.checked_options.untrained(program.vector.placement.entries)
+    if frozen != program.frozen:
+        engine.freeze(frozen)
+    state = [engine.allocate_state(engine.pieces.updated) for _ in job.optimizer.needed_state()]
+    peak, is_box = ledger.peak, isinstance(program, OpaqueProgram)
+    use = MemoryUse(
+        parameters=peak(MemoryCategory.PARAMETERS),
+        gradients=peak(MemoryCategory.GRADIENTS),
+        optimizer_state=peak(MemoryCategory.OPTIMIZER_STATE),
+        unsharded_units=peak(MemoryCategory.GATHERED) + peak(MemoryCategory.FULL_GRADIENTS),
+        activations=activations.peak if isinstance(model, ILayeredModel) else None,
+        buffers=peak(MemoryCategory.SCRATCH),
+        black_box=2 * program.units[-1].stop * program.dtype.itemsize if is_box else 0,
+    )
+    del state
+    return use
+
+
+def _program(
+    model: Any, job: Job, config: ShardingConfiguration, activations: Activations
+) -> tuple[Program, Policy]:
+    """Return the program of a rank, and the policy of its strategy."""
+    if not _is_mesh(job):
+        policy = DATA_POLICIES[job.strategy]
+        if isinstance(model, ILayeredModel):
+            return PlannedProgram(model, config, activations), policy
+        if isinstance(model, IPlaceableModel):
+            return PlacedProgram(model, config), policy
+        return OpaqueProgram(model, config.communication_backend), policy
+    mesh = PlannedMesh(config.communication_backend, *job.sizes)
+    choices = mesh_choices(model, mesh, _mesh_options(job))
+    policy = DATA_POLICIES[job.data_parallel_strategy if mesh.data_size > 1 else "ddp"]
+    return PlannedMeshProgram(model, config, choices, activations), policy
+
+
+def _train(engine: Engine, job: Job, activations: Activations) -> None:
+    """Run one pass that computes nothing."""
+    program, gradients = engine.program, engine.gradients
+    this = BackwardPass(is_first=True, is_last=True)
+    if isinstance(program, PlannedProgram | PlannedMeshProgram):
+        shape = program.input_shape
+        dtype = np.dtype(np.int64) if program.takes_integers else program.dtype
+        x = ReservedArray((job.samples_of_rank, *shape), dtype)
+        engine.run_pass(x, x, gradients, this=this, loss=PlannedLoss(activations))
+        return
+    gradients.begin(this)
+    for unit in reversed(program.units):
+        if unit.index not in program.frozen_units:
+            gradients.target(unit)
+            gradients.reduce(unit)
+    gradients.await_reductions()
