@@ -19,6 +19,8 @@ from mpishard.models.engine.update import (
     divided_pieces,
     pieces_to_write,
 )
+from mpishard.models.programs.chain import LocalLayers
+from mpishard.models.programs.layered_program import whole_layers
 from mpishard.models.programs.placed_program import (
     ArrivalPlan,
     Arrivals,
@@ -27,6 +29,7 @@ from mpishard.models.programs.placed_program import (
     views_of_entries,
 )
 from mpishard.models.programs.program import Program
+from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
     GradientStore,

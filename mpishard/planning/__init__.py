@@ -7,6 +7,22 @@ This room makes no formulae of its own: it asks the layouts, policies, stores, l
 that a run asks. It imports models, optimizers, pipeline, nn, sharding, communication and observe.
 """
 
+from mpishard.planning.costs import works_of
 from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.machine import Link, Machine, MachineError, PassRate, ProductRate
+from mpishard.planning.step import PARTS, StepPlan, plan_step
 
-__all__ = ["Job", "UnplannableError", "planned_model"]
+__all__ = [
+    "PARTS",
+    "Job",
+    "Link",
+    "Machine",
+    "MachineError",
+    "PassRate",
+    "ProductRate",
+    "StepPlan",
+    "UnplannableError",
+    "plan_step",
+    "planned_model",
+    "works_of",
+]
