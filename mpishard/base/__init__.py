@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         wide,
         wide_dtype,
         widened,
+        widened_dtype,
     )
     from mpishard.base.blas import better_kernel, loaded_kernel
     from mpishard.base.compilation import compile_loop, numba_module

@@ -72,7 +72,12 @@ def widened(values: Array) -> Array:
 
 def wide_dtype(array: Array) -> DType:
     """Return the dtype in which a layer computes with ``array``: float32 for bfloat16."""
-    return np.dtype(np.float32) if is_bfloat16(array) else np.dtype(array.dtype)
+    return widened_dtype(array.dtype)
+
+
+def widened_dtype(dtype: DType) -> DType:
+    """Return float32 for bfloat16, and any other dtype itself."""
+    return np.dtype(np.float32) if dtype == BFLOAT16 else np.dtype(dtype)
 
 
 def wide(array: Array) -> Array:

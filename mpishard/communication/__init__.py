@@ -40,7 +40,7 @@ from mpishard.communication.contract.status import (
     skip_frames_of,
 )
 from mpishard.communication.contract.subject import unit_subject
-from mpishard.communication.contract.work import Transfer, Waitable, Work
+from mpishard.communication.contract.work import Steps, Transfer, Waitable, Work
 from mpishard.communication.failure.abort import UNPRINTED
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.failure.stall import verdict

@@ -20,15 +20,19 @@ from mpishard.models.engine.update import (
     pieces_to_write,
 )
 from mpishard.models.programs.chain import LocalLayers
-from mpishard.models.programs.layered_program import whole_layers
+from mpishard.models.programs.layered_program import LayeredProgram, whole_layers
+from mpishard.models.programs.mesh_program import MeshProgram
+from mpishard.models.programs.mesh_replica import MeshReplica
+from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import (
     ArrivalPlan,
     Arrivals,
     IPlaceableModel,
+    PlacedProgram,
     units_of_modules,
     views_of_entries,
 )
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Batch, Program, WholeProgram
 from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
@@ -48,7 +52,13 @@ from mpishard.models.strategies.data_parallel import (
     ZeRO2Model,
     ZeRO3Model,
 )
-from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
+from mpishard.models.strategies.mesh_options import (
+    DATA_POLICIES,
+    MeshOptions,
+    axis_sizes,
+    checked_mesh_options,
+    mesh_choices,
+)
 from mpishard.models.strategies.mesh_parallel import (
     HybridShardedModel,
     MeshModel,
@@ -61,10 +71,12 @@ from mpishard.models.wrapper.local_shard import LocalShard, compare_replicas
 from mpishard.models.wrapper.paged import PagedModel
 from mpishard.models.wrapper.wrapped import agreed_vector
 from mpishard.models.wrapper.wrapping import (
+    build_engine,
     make_gradient_store,
     make_mixed_store,
     make_parameter_store,
     program_of,
+    require_precision,
 )
 
 __all__ = [

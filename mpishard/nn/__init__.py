@@ -36,6 +36,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    SavedActivations,
     unwritten,
 )
 from mpishard.nn.layers.linear import FeatureLinear, Linear

@@ -21,6 +21,7 @@ from mpishard.tensor import (
     ScatterSequence,
     SequenceParallelNorm,
     SequenceParallelPositionalEmbedding,
+    TensorParallelLayer,
     VocabularyParallelEmbedding,
 )
 
@@ -119,54 +120,64 @@ def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shap
 def _leaf(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shape]:
     output = layer.output_shape(shape)
     incoming, outgoing = samples * math.prod(shape), samples * math.prod(output)
-    name, arrays = type(layer).__name__, incoming + outgoing
+    if isinstance(layer, Attention):
+        works = [_attention(layer, shape, samples, incoming + outgoing)]
+    elif isinstance(layer, Conv2D):
+        works = [_convolution(layer, output, samples, incoming + outgoing)]
+    elif isinstance(layer, Linear):
+        works = [_linear(layer, shape, samples, layer.inputs, layer.outputs)]
+    elif isinstance(layer, ColumnParallelLinear):
+        works = _column(layer, shape, output, samples)
+    elif isinstance(layer, RowParallelLinear):
+        works = _row(layer, shape, output, samples)
+    elif isinstance(layer, TensorParallelLayer):
+        works = [_on_tensor_axis(layer, shape, samples, incoming, outgoing)]
+    else:
+        works = [Work(type(layer).__name__, outgoing, incoming + outgoing)]
+    return works, output
+
+
+def _on_tensor_axis(
+    layer: TensorParallelLayer, shape: Shape, samples: int, incoming: int, outgoing: int
+) -> Work:
+    """Return the work of a layer that is no product, and is split or joins what is split."""
     match layer:
-        case Attention():
-            return [_attention(layer, shape, samples, name, arrays)], output
-        case Conv2D():
-            # The product makes one output from a window of the input.
-            window = layer.estimated_flops(shape) // (2 * math.prod(output))
-            positions = math.prod(output) // layer.outputs
-            one = Product(layer.outputs, positions, window, samples)
-            back = Product(window, positions, layer.outputs, samples)
-            grad = Product(layer.outputs, window, positions, samples)
-            columns = samples * positions * window
-            return [
-                Work("Conv2D", columns, arrays + columns, (one,), (back,), (grad,))
-            ], output
-        case Linear():
-            return [_linear(layer, shape, samples, layer.inputs, layer.outputs)], output
-        case ColumnParallelLinear():
-            return _column(layer, shape, output, samples), output
-        case RowParallelLinear():
-            return _row(layer, shape, output, samples), output
-        case VocabularyParallelEmbedding():
+        case VocabularyParallelEmbedding(sequence_parallel=True):
             whole = samples * math.prod(shape) * layer.width
-            if layer.sequence_parallel:
-                sent = (Sent(1, whole),), (Sent(1, whole),)
-            else:
-                sent = (Sent(2, whole),), ()
-            work = Work("Embedding", whole, 2 * whole, sent_forward=sent[0], sent_backward=sent[1])
-            return [work], output
+            sent = (Sent(1, whole),)
+            return Work("Embedding", whole, 2 * whole, sent_forward=sent, sent_backward=sent)
+        case VocabularyParallelEmbedding():
+            return Work("Embedding", outgoing, 2 * outgoing, sent_forward=(Sent(2, outgoing),))
         case CopyToRegion():
-            return [Work("", 0, 0, sent_backward=(Sent(2, incoming),))], output
+            return Work("", 0, 0, sent_backward=(Sent(2, incoming),))
         case ReduceFromRegion():
-            return [Work("", 0, 0, sent_forward=(Sent(2, incoming),))], output
+            return Work("", 0, 0, sent_forward=(Sent(2, incoming),))
         case GatherOutput() | GatherSequence():
-            return [Work("", 0, outgoing, sent_forward=(Sent(1, outgoing),))], output
+            return Work("", 0, outgoing, sent_forward=(Sent(1, outgoing),))
         case ScatterSequence():
-            return [Work("", 0, outgoing, sent_backward=(Sent(1, incoming),))], output
-        case SequenceParallelNorm() | SequenceParallelPositionalEmbedding():
-            count = sum(math.prod(spec.shape) for spec in layer.whole_parameters.values())
-            passes = 2 if isinstance(layer, SequenceParallelNorm) else 1
-            whole_name = type(layer.whole).__name__
-            return [
-                Work(whole_name, outgoing, arrays, sent_backward=(Sent(passes, count),))
-            ], output
-    whole = getattr(layer, "whole", None)  # a split layer computes as the whole one does
-    if isinstance(whole, Layer):
-        name = type(whole).__name__
-    return [Work(name, outgoing, arrays)], output
+            return Work("", 0, outgoing, sent_backward=(Sent(1, incoming),))
+    # A split layer computes as the whole one does; the gradients of its parameters are summed.
+    name = type(getattr(layer, "whole", layer)).__name__
+    sums: tuple[Sent, ...] = ()
+    if isinstance(layer, SequenceParallelNorm | SequenceParallelPositionalEmbedding):
+        count = sum(math.prod(spec.shape) for spec in layer.whole_parameters.values())
+        sums = (Sent(2 if isinstance(layer, SequenceParallelNorm) else 1, count),)
+    return Work(name, outgoing, incoming + outgoing, sent_backward=sums)
+
+
+def _convolution(layer: Conv2D, output: Shape, samples: int, arrays: int) -> Work:
+    """The product makes the outputs at a position from a window of the input, a column."""
+    positions = math.prod(output) // layer.outputs
+    window = math.prod(layer.parameters["weight"].shape[1:])
+    columns = samples * positions * window
+    return Work(
+        "Conv2D",
+        columns,
+        arrays + columns,
+        (Product(layer.outputs, positions, window, samples),),
+        (Product(window, positions, layer.outputs, samples),),
+        (Product(layer.outputs, window, positions, samples),),
+    )
 
 
 def _linear(layer: object, shape: Shape, samples: int, inputs: int, outputs: int) -> Work:
@@ -221,7 +232,7 @@ def _activation(
     return works_of(layer.activation, output, samples)[0]
 
 
-def _attention(layer: Attention, shape: Shape, samples: int, name: str, arrays: float) -> Work:
+def _attention(layer: Attention, shape: Shape, samples: int, arrays: float) -> Work:
     length, width = layer.output_shape(shape)
     size = width // layer.heads
     # Causal scores are made in blocks of queries, with all keys up to the last query's.
@@ -231,7 +242,7 @@ def _attention(layer: Attention, shape: Shape, samples: int, name: str, arrays: 
     # Forward has scores and output; backward makes the scores again, and has a product for the
     # gradient of scores, queries, keys and values.
     return Work(
-        name,
+        type(layer).__name__,
         samples * layer.heads * pairs,
         arrays + 4 * samples * layer.heads * pairs,
         (one, one),

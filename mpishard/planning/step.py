@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mpishard.contracts import ILayeredModel
@@ -18,9 +18,11 @@ from mpishard.models import (
     DATA_POLICIES,
     LocalLayers,
     MeshChoices,
+    MeshOptions,
     Policy,
     StageLayout,
     checked_mesh_options,
+    mesh_choices,
     whole_layers,
 )
 from mpishard.pipeline import (
@@ -28,7 +30,6 @@ from mpishard.pipeline import (
     IPipelineSchedule,
     StageTimes,
     most_saved,
-    partition_layers,
     run_clock,
 )
 from mpishard.planning.backend import PlannedBackend, PlannedMesh
@@ -276,8 +277,10 @@ class _Planner:
         messages = count * sum(lane.messages for lane in lanes) / pipeline
         if not at_once:  # the last micro-batch reduces all
             last = [self._pass(stage, reduces=True) for stage in stages]
-            more = [sum(b.now for b in new) - sum(b.now for b in old)
-                    for new, old in zip(last, passes, strict=True)]
+            more = [
+                sum(b.now for b in new) - sum(b.now for b in old)
+                for new, old in zip(last, passes, strict=True)
+            ]
             messages += max(more)
         update, waiting = self._update(stages)
         return StepPlan(
@@ -304,14 +307,11 @@ class _Planner:
             (stage, _) = self._stage(local, range(len(local.layers)), kept, shape)
             self._add_loss(stage, infos[-1].output_shape, 1)
             return [stage]
-        choices = self._choices(infos)
-        world = PlannedBackend(0, [0] * self._job.ranks)
+        choices = self._choices()
         stages: dict[int, _Stage] = {}
         layouts = {}
         for rank in range(self._job.sizes[0]):
-            at = rank * (self._job.ranks // self._job.sizes[0])
-            backend = PlannedBackend(at, world.nodes)
-            mesh = PlannedMesh(backend, *self._job.sizes)
+            mesh = self._mesh(rank * (self._job.ranks // self._job.sizes[0]))
             layout = StageLayout(model, replace(choices, mesh=mesh), minimum)
             for stage, bounds in zip(choices.stages_of(rank), layout.ranges, strict=True):
                 layouts[stage] = layout, bounds
@@ -332,33 +332,29 @@ class _Planner:
         self._add_loss(stages[last], infos[-1].output_shape, split)
         return [stages[number] for number in sorted(stages)]
 
-    def _choices(self, infos: Sequence[Any]) -> MeshChoices:
-        model = self._model
-        virtual = self._schedule.virtual_stages_per_rank
+    def _mesh(self, rank: int) -> PlannedMesh:
+        return PlannedMesh(PlannedBackend(rank, [0] * self._job.ranks), *self._job.sizes)
 
-        def can_cut(after: int) -> bool:
-            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
-            return model.validate_partition_point(after) and not takes_integers
-
+    def _choices(self) -> MeshChoices:
+        """Return the layers of each stage, as the run has them."""
+        job, options = self._job, dict.fromkeys(f.name for f in fields(MeshOptions))
+        options |= checked_mesh_options(
+            {
+                "micro_batch_count": job.micro_batch_count,
+                "schedule": job.schedule,
+                "checkpoint_config": job.checkpoint_config,
+                "sequence_parallel": job.sequence_parallel,
+            }
+        )
         try:
-            cut = partition_layers(infos, self._job.sizes[0] * virtual, can_cut=can_cut)
-            mesh = PlannedMesh(PlannedBackend(0, [0] * self._job.ranks), *self._job.sizes)
-            choices = MeshChoices(
-                mesh,
-                self._schedule,
-                self._job.micro_batch_count,
-                tuple(cut),
-                self._job.sequence_parallel,
-                self._job.checkpoint_config,
-            )
-            StageLayout(model, choices, self._job.minimum_parameter_group_size)
+            choices = mesh_choices(self._model, self._mesh(0), MeshOptions(**options))
         except ValueError as error:
-            raise UnplannableError(f"mesh {self._job.sizes}: {error}") from None
-        empty = sum(stop == start for start, stop in cut)
+            raise UnplannableError(f"mesh {job.sizes}: {error}") from None
+        empty = sum(stop == start for start, stop in choices.stages)
         if empty:
             raise UnplannableError(
-                f"mesh {self._job.sizes}: {len(infos)} layers leave {empty} of {len(cut)} stages "
-                "of the pipeline empty: use fewer stages"
+                f"mesh {job.sizes}: the layers leave {empty} of {len(choices.stages)} stages of "
+                "the pipeline empty: use fewer stages"
             )
         return choices
 
@@ -397,8 +393,8 @@ class _Planner:
             forward = machine.memory_seconds(work.arrays * self._activation_bytes, ranks)
             backward = 1.5 * forward
         call = machine.call_seconds
-        unit.forward += forward + call + sum(
-            machine.product_seconds(precision, *p) for p in work.forward
+        unit.forward += (
+            forward + call + sum(machine.product_seconds(precision, *p) for p in work.forward)
         )
         # A layer that makes no weight gradient has all its passes in the input's half.
         unit.input += backward + call
@@ -406,7 +402,9 @@ class _Planner:
             unit.input += sum(machine.product_seconds(precision, *p) for p in work.input)
         weight = sum(machine.product_seconds(precision, *p) for p in work.weight)
         unit.weight += weight
-        unit.sent_forward += sum(self._tensor_seconds(s.passes, s.elements) for s in work.sent_forward)
+        unit.sent_forward += sum(
+            self._tensor_seconds(s.passes, s.elements) for s in work.sent_forward
+        )
         for sent in work.sent_backward:
             seconds = self._tensor_seconds(sent.passes, sent.elements)
             # Between hosts the weight's product is computed meanwhile; on a node ranks copy.
@@ -590,9 +588,7 @@ class _Planner:
         return total * others
 
 
-def _prefetched(
-    lane: _Lane, units: Sequence[tuple[_UnitTimes, float]]
-) -> Iterator[_UnitTimes]:
+def _prefetched(lane: _Lane, units: Sequence[tuple[_UnitTimes, float]]) -> Iterator[_UnitTimes]:
     """Yield each unit when it is gathered, in the seconds beside it; the next is fetched then."""
     ready = lane.send(units[0][1]) if units[0][1] else 0.0
     for position, (unit, _) in enumerate(units):

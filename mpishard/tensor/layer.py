@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpishard.base import NAMESPACES, Array, ShardLayout, require_type
+from mpishard.base import NAMESPACES, Array, DType, ShardLayout, require_type
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import Saved
-from mpishard.nn import Layer, Parameters, ParameterSpec
+from mpishard.nn import Layer, Parameters, ParameterSpec, SavedActivations
 from mpishard.sharding import Box, box_shape, whole_box
 
 
@@ -245,6 +245,10 @@ class SplitLayer(TensorParallelLayer):
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
         """Return the whole layer's operations for an input of this shape."""
         return self.whole.estimated_flops(input_shape)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return the whole layer's for an input of this shape."""
+        return self.whole.saved_activations(input_shape, dtype)
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
         """Return the whole layer's input gradient for ``saved`` and ``dy``, and its pending."""

@@ -17,6 +17,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     ShardLayout,
     array_namespace,
     as_flag,
@@ -34,6 +35,7 @@ from mpishard.nn import (
     Linear,
     Parameters,
     ParameterSpec,
+    SavedActivations,
     Softmax,
     added,
     product,
@@ -121,6 +123,19 @@ class SplitLinear(TensorParallelLayer):
     def whole_parameters(self) -> Mapping[str, ParameterSpec]:
         """``weight`` of shape (output_size, input_size) and, with a bias, ``bias``."""
         return self._whole
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the input, and of the activation."""
+        if self.activation is None:
+            return SavedActivations(keeps_input=True)
+        # The activation's own output may be gathered, or summed: it is counted here.
+        own = self.activation.saved_activations(self._activation_shape(input_shape), dtype)
+        output = math.prod(self._activation_shape(input_shape)) * dtype.itemsize
+        kept = (own.keeps_input + own.keeps_output) * output
+        return SavedActivations(own.nbytes + kept, keeps_input=True)
+
+    def _activation_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.output_shape(input_shape)
 
     def set_from_full_weights(self, weight: Array, bias: Array | None = None) -> None:
         """Set the initial values of models that are later built from this layer.
@@ -338,6 +353,10 @@ class ColumnParallelLinear(SplitLinear):
         # The longest product, during which the sum of dx travels.
         self._local.backward_weight((x if gathered is None else gathered(), dy), g)
         return None if reduced is None else reduced()
+
+    def _activation_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        # The activation is applied before the outputs are gathered.
+        return (*self.output_shape(input_shape)[:-1], self.local_output_size)
 
     def _local_gradient(self, activation_saved: Saved, dy: Array) -> Array:
         """Return the gradient of this rank's x W^T + b."""

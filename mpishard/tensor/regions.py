@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from mpishard.base import NAMESPACES, Array
+from mpishard.base import NAMESPACES, Array, DType
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory, Saved
-from mpishard.nn import Context, Gradients, Layer, Parameters, ParameterSpec
+from mpishard.nn import Context, Gradients, Layer, Parameters, ParameterSpec, SavedActivations
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
 
@@ -118,6 +118,10 @@ class CopyToRegion(TensorParallelLayer):
         """Return the input's shape."""
         return input_shape
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none: the output is the input."""
+        return SavedActivations(is_view=True)
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return ``x`` itself, and save nothing."""
         return x, None
@@ -138,6 +142,10 @@ class ReduceFromRegion(TensorParallelLayer):
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the input's shape."""
         return input_shape
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none."""
+        return SavedActivations()
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return the sum over the ranks, and save nothing. Collective."""
@@ -185,6 +193,10 @@ class GatherOutput(TensorParallelLayer):
         self.split.require_local("GatherOutput", input_shape, self.backend.rank)
         return (*input_shape[:-1], self.split.size)
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none."""
+        return SavedActivations()
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return all ranks' slices, joined in order, and save nothing. Collective."""
         return self.split.gather(self.backend, x), None
@@ -207,6 +219,10 @@ class ScatterSequence(TensorParallelLayer):
             local_length(self.backend, time_of(type(self).__name__, input_shape)),
             *input_shape[1:],
         )
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none."""
+        return SavedActivations()
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return the slice, and save nothing."""
@@ -231,6 +247,10 @@ class GatherSequence(TensorParallelLayer):
             time_of(type(self).__name__, input_shape) * self.backend.world_size,
             *input_shape[1:],
         )
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none."""
+        return SavedActivations()
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return all ranks' slices, joined in order, and save nothing. Collective."""
@@ -309,6 +329,15 @@ class Framed(Layer):
 
     def _layer_input(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         return input_shape if self.before is None else self.before.output_shape(input_shape)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return the layer's, on the array that it computes with."""
+        parts, shape = [], input_shape
+        for part in (self.before, self.layer, self.after):
+            if part is not None:
+                saved, shape = part.saved_activations(shape, dtype), part.output_shape(shape)
+                parts.append((saved, math.prod(shape) * dtype.itemsize))
+        return SavedActivations.of_chain(parts)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Run operator, layer and operator, and save the layer's saved values. Collective."""

@@ -159,6 +159,7 @@ def _measure(
     # Before minutes of measurements, whose result could not be written.
     check_output("bench", "--json", json)
     check_png("bench", "--plot", plot)
+
     def body(backend: CommunicationBackend) -> None:
         results = benchmark.run(backend)
         if backend.rank > 0:

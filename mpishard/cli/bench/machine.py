@@ -57,9 +57,7 @@ class MachineBenchmark:
         products = tuple(self._products(backend))
         sketch = Machine(platform.node(), ranks, products, (1.0,), Link(0, 1))
         passes = [
-            rate
-            for precision in _precisions()
-            for rate in self._passes(backend, sketch, precision)
+            rate for precision in _precisions() for rate in self._passes(backend, sketch, precision)
         ]
         passes.append(self._update(backend))
         memory = tuple(self._memory(backend, active) for active in range(1, ranks + 1))

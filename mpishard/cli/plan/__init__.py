@@ -1,6 +1,7 @@
 """``mpishard plan``: the cost of a run, before it starts.
 
-``schedule.py`` simulates pipeline schedules; ``memory.py`` prints the memory of each rank and host.
+``schedule.py`` simulates pipeline schedules; ``memory.py`` prints the memory of each rank and host;
+``step.py`` the time of a step.
 A command is a function here in the table below.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import typer
 
 from mpishard.cli.plan.schedule import schedule
+from mpishard.cli.plan.step import step
 
 __all__ = ["plan"]
 
@@ -21,3 +23,4 @@ def _group() -> None:
 
 
 plan.command()(schedule)
+plan.command()(step)

@@ -318,12 +318,16 @@ class Engine:
         norm = math.sqrt(squared) / self.divisor(weight) if weight else 0.0
         return StepReport(self.mean(total, weight), weight, norm, is_sum=self.sums_loss)
 
-    def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
-        """Return zeros for an optimizer's state: one for each element of ``pieces``."""
+    def allocate_state(self, pieces: Sequence[Piece]) -> Array:
+        """Return memory for a vector of an optimizer's state of ``pieces``."""
         length = sum(piece.length for piece in pieces)
         # In the layout of the state: with offloading it lies in host memory, and the parameters on
         # a GPU.
-        vector = self._state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+        return self._state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+
+    def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
+        """Return zeros for an optimizer's state: one for each element of ``pieces``."""
+        vector = self.allocate_state(pieces)
         vector.fill(0)
         return vector
 

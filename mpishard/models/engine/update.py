@@ -394,17 +394,15 @@ class UpdatePieces:
     @classmethod
     def of(cls, program: Program, layout: StoreLayout, policy: Policy) -> UpdatePieces:
         """Return the pieces of a program's trained parameters."""
-        without_gradient, trained = program.frozen_units, program.trained
-        own, every = (
-            tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
-            for pieces in (layout.pieces(), layout.pieces_of_all())
-        )
+        trained = program.trained
+        own = _with_gradient(layout.pieces(), program)
         owned = counted = trained(own)
         if not program.vector.placement.is_whole:
             # A copy on each tensor rank would count as often in the norm.
             counted = pieces_within(owned, program.vector.placement.counted_ranges)
         # Every rank makes the same update of everything, so that nothing is published.
         if not policy.shards_state:
+            every = _with_gradient(layout.pieces_of_all(), program)
             return cls((), owned, trained(every), counted)
         return cls(own, owned, owned, counted)
 
@@ -417,6 +415,11 @@ class UpdatePieces:
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
         return pieces_to_write(mine, program.vector.placement)
+
+
+def _with_gradient(pieces: Sequence[Piece], program: Program) -> tuple[Piece, ...]:
+    frozen = program.frozen_units
+    return tuple(piece for piece in pieces if piece.unit.index not in frozen)
 
 
 def divided_pieces(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -193,6 +193,10 @@ class LayerChain:
         self._frozen_layers: frozenset[int] = frozenset()
         self._first_trained = first
         self.freeze(frozenset(), frozenset())
+
+    def use_layers(self, make: Callable[[Layer], Layer]) -> None:
+        """Compute with other layers, of the same parameters and shapes: ``make`` of each."""
+        self._layers = [replace(local, layer=make(local.layer)) for local in self._layers]
 
     @property
     def names(self) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.base import BFLOAT16, Array, Data, Scalar, ShardLayout, is_device_array
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILayeredModel
+from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.models.programs.chain import LayerChain, Reduce
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
@@ -61,7 +61,7 @@ class MeshProgram(LayeredProgram):
             self.mesh, reports_loss=self._has_output and self.mesh.tensor_rank == 0
         )
         # After the base class, which lays out this rank's part; other ranks' come by a message.
-        self.vector = MeshVector(self.vector.placement, self.mesh)
+        self.vector = self._make_vector()
         # The group of ranks that hold each shared parameter.
         self._tie_groups: dict[str, CommunicationBackend] = {}
         pipeline = self.mesh.pipeline
@@ -76,6 +76,10 @@ class MeshProgram(LayeredProgram):
         self._executors: dict[int, PipelineExecutor] = {}
         self.last_record = PipelineRecord()
         """Times at which each operation of the last training pass waited and computed."""
+
+    def _make_vector(self) -> ModelVector:
+        """Return the layout of the model's vector over the ranks. Collective."""
+        return MeshVector(self.vector.placement, self.mesh)
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
         # Kept by number of micro-batches: each has the plan of its own schedule.
@@ -178,12 +182,8 @@ class MeshProgram(LayeredProgram):
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
     ) -> tuple[Scalar, Scalar]:
-        loss = batch.loss
-        assert loss is not None
-        # The ranks' logits are parts of the classes, and the loss adds up their sums.
-        if self.layout.splits_output:
-            # Gathered logits would be the largest array of the step.
-            loss = parallel_loss(loss, self.mesh.tensor, self._classes)
+        assert batch.loss is not None
+        loss = self.loss_here(batch.loss)
         run = StageRun(self, parameters, replace(batch, loss=loss), gradients)
         self.last_record = self._executor(self.micro_batch_count).run(run)
         # Each stage that uses a shared parameter has a copy of it, and a part of its gradient.
@@ -197,6 +197,14 @@ class MeshProgram(LayeredProgram):
             gradients.reduce(unit)
         # One rank of a batch reports the loss, so that the sum over all ranks counts it once.
         return (run.total, run.weight) if self.replica.reports_loss else (0.0, 0.0)
+
+    def loss_here(self, loss: ILossFunction) -> ILossFunction:
+        """Return the loss of this rank's part of the output."""
+        # The ranks' logits are parts of the classes, and the loss adds up their sums. Gathered
+        # logits would be the largest array of the step.
+        if self.layout.splits_output:
+            return parallel_loss(loss, self.mesh.tensor, self._classes)
+        return loss
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         run = StageRun(self, parameters, Batch(x, None, None, Context(training=False)))

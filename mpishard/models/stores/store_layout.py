@@ -97,12 +97,13 @@ class StoreLayout:
 
         Their ``offset`` is their start in the flat vector.
         """
-        return tuple(
-            Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)
-            for unit in self.units
-            for layout in [ShardLayout(unit.length, self.backend.world_size)]
-            for part in map(layout.slice, range(self.backend.world_size))
-        )
+        pieces, start = [], 0
+        for unit in self.units:
+            # Sizes of all ranks at once: there may be a million pieces.
+            for size in ShardLayout(unit.length, self.backend.world_size).sizes:
+                pieces.append(Piece(unit, start, start + size, start))
+                start += size
+        return tuple(pieces)
 
     def allocate(self, category: MemoryCategory, length: int) -> Array:
         """Return an uninitialised vector, booked under ``category``."""

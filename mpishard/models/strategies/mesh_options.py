@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.base import as_count, as_flag, as_integer
-from mpishard.communication import mesh_order, mesh_sizes
+from mpishard.communication import ProcessMesh, mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.stage_layout import MeshChoices
@@ -20,10 +20,11 @@ from mpishard.pipeline import (
     GPipeSchedule,
     IPipelinePartitionStrategy,
     IPipelineSchedule,
+    partition_layers,
     schedule_by_name,
 )
 from mpishard.sharding import ShardingConfiguration, refuse_several_replicas
-from mpishard.tensor import SplitKind, partition_chain
+from mpishard.tensor import SplitKind, check_sequence, partition_chain
 
 Partition = IPipelinePartitionStrategy | Costs
 """A strategy that assigns layers to stages, or the layers' costs."""
@@ -162,6 +163,45 @@ def _but(given: object) -> str:
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"
     return f", got {given!r}"
+
+
+def mesh_choices(model: ILayeredModel, mesh: ProcessMesh, options: MeshOptions) -> MeshChoices:
+    """Return the choices by which ``model`` is computed on ``mesh``. Collective.
+
+    Raises
+    ------
+    ValueError
+        If the layers cannot be divided in this way.
+    """
+    infos = model.get_all_layer_info()
+    if options.sequence_parallel and mesh.tensor_size > 1:
+        layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
+        check_sequence(layers, infos[0].input_shape)
+    count = mesh.pipeline_size * options.schedule.virtual_stages_per_rank
+
+    def can_cut(after: int) -> bool:
+        """True if shapes fit, and values of the model's dtype travel between the stages."""
+        takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
+        return model.validate_partition_point(after) and not takes_integers
+
+    given = options.partition_strategy
+    stages = partition_layers(
+        infos,
+        count,
+        given if isinstance(given, IPipelinePartitionStrategy) else None,
+        costs=None if isinstance(given, IPipelinePartitionStrategy) else given,
+        can_cut=can_cut,
+    )
+    # Rank 0 decides, because costs may be times that its clock has measured.
+    agreed = mesh.world.broadcast(np.array(stages, np.int64).reshape(count, 2))
+    return MeshChoices(
+        mesh,
+        options.schedule,
+        options.micro_batch_count,
+        tuple((int(first), int(stop)) for first, stop in agreed),
+        options.sequence_parallel,
+        options.checkpoint_config,
+    )
 
 
 def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:

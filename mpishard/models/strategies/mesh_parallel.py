@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from mpishard.base import Document
 from mpishard.communication import AXES, ProcessMesh
 from mpishard.contracts import ILayeredModel, UserModel
@@ -16,7 +14,6 @@ from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Program, WholeProgram
-from mpishard.models.programs.stage_layout import MeshChoices
 from mpishard.models.stores.vector import ModelVector
 from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
@@ -26,6 +23,7 @@ from mpishard.models.strategies.mesh_options import (
     axis_sizes,
     checked_mesh_options,
     idle_axes,
+    mesh_choices,
     replica_count,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
@@ -35,7 +33,6 @@ from mpishard.pipeline import (
     IPipelinePartitionStrategy,
     IPipelineSchedule,
     RecomputeStrategy,
-    partition_layers,
 )
 from mpishard.sharding import (
     Placement,
@@ -43,7 +40,6 @@ from mpishard.sharding import (
     refuse_for_model,
     refuse_updates_alone,
 )
-from mpishard.tensor import check_sequence
 
 _log = logging.getLogger("mpishard")
 
@@ -179,36 +175,7 @@ class MeshModel(ShardedModelBase):
                 )
             return program
         model: ILayeredModel = self._wrapped_model
-        if self._options.sequence_parallel and self.mesh.tensor_size > 1:
-            infos = model.get_all_layer_info()
-            layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
-            check_sequence(layers, infos[0].input_shape)
-        count = self.mesh.pipeline_size * self._options.schedule.virtual_stages_per_rank
-
-        def can_cut(after: int) -> bool:
-            """True if shapes fit, and values of the model's dtype travel between the stages."""
-            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
-            return model.validate_partition_point(after) and not takes_integers
-
-        given = self._options.partition_strategy
-        stages = partition_layers(
-            model.get_all_layer_info(),
-            count,
-            given if isinstance(given, IPipelinePartitionStrategy) else None,
-            costs=None if isinstance(given, IPipelinePartitionStrategy) else given,
-            can_cut=can_cut,
-        )
-        # Rank 0 decides, because costs may be times that its clock has measured.
-        agreed = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
-        choices = MeshChoices(
-            self.mesh,
-            self._options.schedule,
-            self._options.micro_batch_count,
-            tuple((int(first), int(stop)) for first, stop in agreed),
-            self._options.sequence_parallel,
-            self._options.checkpoint_config,
-        )
-        return MeshProgram(model, self._config, choices)
+        return MeshProgram(model, self._config, mesh_choices(model, self.mesh, self._options))
 
     def _replicas(self, size: int) -> ProcessMesh:
         return self.mesh

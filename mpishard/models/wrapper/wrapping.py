@@ -239,10 +239,12 @@ def build_engine(
     name: str,
     *,
     arena: bool = True,
+    ledger: MemoryLedger | None = None,
 ) -> Engine:
     """Make the stores of a policy, and the engine that runs ``program`` with them.
 
-    ``name`` is the model's name in messages. Every rank makes the engine after the same collective.
+    ``name`` is the model's name in messages; ``ledger`` allocates and counts, by default a new one.
+    Every rank makes the engine after the same collective.
 
     Parameters stay whole, whatever the policy says, if the program needs them whole. With ``arena``
     parameters and gradients lie in memory that a node's ranks share, if they can share any; the
@@ -263,7 +265,7 @@ def build_engine(
         program.kept,
         program.dtype,
         program.replica.data,
-        MemoryLedger(),
+        MemoryLedger() if ledger is None else ledger,
         arena,
         device=device,
         subject=subject,

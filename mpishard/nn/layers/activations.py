@@ -12,6 +12,7 @@ from mpishard.base import (
     BFLOAT16,
     NAMESPACES,
     Array,
+    DType,
     chunks,
     is_bfloat16,
     is_device_array,
@@ -21,7 +22,7 @@ from mpishard.base import (
 )
 from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
-from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.layers.layer import Context, Layer, Parameters, SavedActivations
 from mpishard.nn.passes import bits, compiled
 
 _GELU_SLOPE = math.sqrt(2.0 / math.pi)
@@ -66,6 +67,10 @@ class ReLU(_Activation):
 
     computes_bfloat16 = True
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the output."""
+        return SavedActivations(keeps_output=True)
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return max(x, 0) and save it.
 
@@ -105,6 +110,10 @@ class _SavedOutput(_Activation):
 
     computes_bfloat16 = True
     _name: str  # of the kernels in `mpishard.nn.device_passes`
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the output."""
+        return SavedActivations(keeps_output=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return y, in chunks that fit the cache, and save it."""
@@ -173,6 +182,10 @@ class _SavedSlope(_Activation):
     computes_bfloat16 = True
     _name: str  # of the kernel in `mpishard.nn.device_passes`
     _loop: Callable[..., None] | None = None  # Loop of `mpishard.nn.passes` for numba, if any.
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the slope."""
+        return SavedActivations(math.prod(input_shape) * dtype.itemsize)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return y and save the slope dy/dx."""
@@ -294,6 +307,10 @@ class Softmax(Layer):
             )
         return input_shape
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the output."""
+        return SavedActivations(keeps_output=True)
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return and save y. exp cannot overflow, as each row's maximum is subtracted first."""
         xp = NAMESPACES[type(x)]
@@ -347,6 +364,10 @@ class SwiGLU(Layer):
                 f"SwiGLU needs samples whose last dim is even, got sample shape {input_shape}"
             )
         return (*input_shape[:-1], input_shape[-1] // 2)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the input."""
+        return SavedActivations(keeps_input=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., 2 F) to y of shape (..., F), and save x itself."""

@@ -16,6 +16,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     as_flag,
     check_divides,
     check_sizes,
@@ -28,10 +29,11 @@ from mpishard.base import (
     store,
     wide,
     wide_dtype,
+    widened_dtype,
 )
 from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
-from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.layers.layer import Context, Layer, Parameters, SavedActivations
 from mpishard.nn.layers.products import product
 from mpishard.nn.passes import bits, compiled
 
@@ -104,6 +106,11 @@ class Attention(Layer):
         length, width = self.output_shape(input_shape)
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * width * pairs
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of input and output, and of a number for each query of each head."""
+        numbers = self.heads * input_shape[0] * widened_dtype(dtype).itemsize
+        return SavedActivations(numbers, keeps_input=True, keeps_output=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (B, T, (H + 2 G) K) to y_BTD.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from mpishard.base import Array, require_type
+from mpishard.base import Array, DType, require_type
 from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo, Saved
-from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
+from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, SavedActivations
 from mpishard.nn.passes import added
 from mpishard.sharding import ParameterTable
 
@@ -89,6 +89,16 @@ class Sequential(Layer):
         """Return the sum over the layers."""
         return sum(
             child.estimated_activation_size(shape)
+            for child, shape in self._walk_shapes(input_shape)
+        )
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return the layers' together; an array that two of them save counts once."""
+        return SavedActivations.of_chain(
+            (
+                child.saved_activations(shape, dtype),
+                math.prod(child.output_shape(shape)) * dtype.itemsize,
+            )
             for child, shape in self._walk_shapes(input_shape)
         )
 
@@ -203,6 +213,12 @@ class Residual(Layer):
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
         """Return the sizes of the inner layers' outputs, and of the sum."""
         return self.inner.estimated_activation_size(input_shape) + math.prod(input_shape)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return the inner layers'; the sum is a new array, which is not saved here."""
+        inner = self.inner.saved_activations(input_shape, dtype)
+        output = math.prod(input_shape) * dtype.itemsize if inner.keeps_output else 0
+        return SavedActivations(inner.nbytes + output, inner.keeps_input)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Add x to the inner output."""

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     as_flag,
     check_sizes,
     chunk_length,
@@ -31,6 +32,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    SavedActivations,
     unwritten,
 )
 from mpishard.nn.layers.products import add_column_sums, product
@@ -307,6 +309,10 @@ class Conv2D(Layer):
             )
         return (self.outputs, *self.windows.counts(*input_shape[1:]))
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the input."""
+        return SavedActivations(keeps_input=True)
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BCHW to y_BOPQ, and save x itself."""
         xp = NAMESPACES[type(x)]
@@ -400,20 +406,28 @@ class MaxPool2D(Layer):
         self.windows = Windows(size, step)
         self._flops_per_output = math.prod(size)  # comparisons
 
+    @property
+    def _position_dtype(self) -> DType:
+        # The smallest dtype that holds a position in a window: one byte for up to 256 elements.
+        return np.min_scalar_type(math.prod(self.windows.kernel) - 1)
+
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C, P, Q) for the shape (C, H, W): see `Windows.counts`."""
         if len(input_shape) != 3 or input_shape[0] == 0:
             raise ValueError(f"MaxPool2D needs samples of shape (C, H, W), got {input_shape}")
         return (input_shape[0], *self.windows.counts(*input_shape[1:]))
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of each maximum's position."""
+        positions = math.prod(self.output_shape(input_shape))
+        return SavedActivations(positions * self._position_dtype.itemsize)
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x_BCHW to y_BCPQ, and save x's shape and each maximum's position in its window."""
         xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         counts = y.shape[2:]
-        # Positions have the smallest dtype that holds them: one byte for up to 256 elements.
-        position_dtype = np.min_scalar_type(math.prod(self.windows.kernel) - 1)
-        which = xp.zeros(y.shape, dtype=position_dtype) if context.training else None
+        which = xp.zeros(y.shape, dtype=self._position_dtype) if context.training else None
         for rows in chunks(x):
             largest = scratch(y[rows])
             for position, view in enumerate(self.windows.views(wide(x[rows]), counts)):
@@ -453,6 +467,10 @@ class Flatten(Layer):
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the product of the dims, (1,) for samples without dims."""
         return (math.prod(input_shape),)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none: the output is a view of the input."""
+        return SavedActivations(is_view=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Return a view of x if its memory layout allows, otherwise a copy, and save x's shape."""

@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     as_number,
     chunks,
     is_device_array,
@@ -20,7 +21,7 @@ from mpishard.base import (
 )
 from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes
-from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.layers.layer import Context, Layer, Parameters, SavedActivations
 
 _WORDS_PER_COUNT = 8  # Number of 32-bit words that Philox4x64 makes of one value of its counter.
 
@@ -66,6 +67,12 @@ class Dropout(Layer):
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the input's shape."""
         return input_shape
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the mask, a byte for each element; none at rate 0."""
+        if not self.is_random:
+            return SavedActivations(is_view=True)
+        return SavedActivations(math.prod(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Mask x of shape (B, ...), and save the mask, which takes one byte for each element."""

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     array_namespace,
     check_sizes,
     is_device_array,
@@ -30,6 +31,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    SavedActivations,
     unwritten,
 )
 from mpishard.nn.passes import added
@@ -98,6 +100,10 @@ class Embedding(Layer):
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (..., width) for the shape (...): each token becomes a vector."""
         return (*input_shape, self.width)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the tokens."""
+        return SavedActivations(keeps_input=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Look up integer tokens of any shape, and save them.
@@ -189,6 +195,10 @@ class PositionalEmbedding(Layer):
                 f"{self.width}), got {input_shape}"
             )
         return input_shape
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return none."""
+        return SavedActivations()
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Add P[:T] to each sample of x_BTD, or P[S : S + T] after S cached positions.

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.base import Array, address, array_namespace, as_count, as_flag, require_type
+from mpishard.base import Array, DType, address, array_namespace, as_count, as_flag, require_type
 from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry
@@ -115,6 +115,51 @@ class Context:
         if not layer.is_random and self.cache is None:
             return self
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedActivations:
+    """Memory that the forward pass of one sample leaves for its backward pass.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes of saved arrays that are neither the input nor the output.
+    keeps_input, keeps_output : bool
+        Whether the input, and the output, is saved, too. Neighbouring layers often save the same
+        array.
+    is_view : bool
+        Whether the output is the input, or a view of it.
+    """
+
+    nbytes: int = 0
+    keeps_input: bool = False
+    keeps_output: bool = False
+    is_view: bool = False
+
+    @classmethod
+    def of_chain(cls, parts: Iterable[tuple[SavedActivations, int]]) -> SavedActivations:
+        """Return the memory of a chain of layers: each one's, and the bytes of its output."""
+        nbytes, keeps_input = 0, False
+        # The array between two layers: its bytes if it was made in the chain, and whether one of
+        # the layers has saved it.
+        between: int | None = None
+        is_kept = False
+        for part, output in parts:
+            keeps_between = [part.keeps_input, part.keeps_output]
+            for is_output, keeps in enumerate(keeps_between):
+                if is_output and not part.is_view:
+                    between, is_kept = output, False
+                if not keeps:
+                    continue
+                if between is None:
+                    keeps_input = True
+                elif not is_kept:
+                    nbytes, is_kept = nbytes + between, True
+            nbytes += part.nbytes
+        # The last array is the chain's output, which the next layer may save, too.
+        own = between if is_kept and between is not None else 0
+        return cls(nbytes - own, keeps_input, is_kept, between is None)
 
 
 class Layer(ABC):
@@ -236,6 +281,15 @@ class Layer(ABC):
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
         """Return the number of elements of one sample's output and of inner layers' outputs."""
         return math.prod(self.output_shape(input_shape))
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return the memory that `forward` saves for one sample of ``dtype``.
+
+        ``mpishard plan`` asks for it. The default is an estimate: the input, and arrays of
+        `estimated_activation_size`.
+        """
+        size = self.estimated_activation_size(input_shape)
+        return SavedActivations(size * dtype.itemsize, keeps_input=True)
 
     @abstractmethod
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     as_flag,
     check_sizes,
     chunk_length,
@@ -23,6 +25,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    SavedActivations,
     gradient_targets,
     unwritten,
 )
@@ -92,6 +95,10 @@ class Linear(Layer):
                 f"{self.inputs}, got sample shape {input_shape}"
             )
         return (*input_shape[:-1], self.outputs)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the input."""
+        return SavedActivations(keeps_input=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I) to y of shape (..., O), and save x itself."""
@@ -174,6 +181,12 @@ class FeatureLinear(Linear):
                 f"indices of features must be integers in [0, {self.inputs}), got {wrong[0]!r}"
             )
         return frozenset(int(index) for index in chosen)
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the input, or of a copy if features are inactive."""
+        if len(self._active) == self.inputs:
+            return super().saved_activations(input_shape, dtype)
+        return SavedActivations(math.prod(input_shape) * dtype.itemsize)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Map x of shape (..., I) to y of shape (..., O), and save x with inactive features 0."""

@@ -5,6 +5,7 @@ Shape suffixes: N all leading dims taken together, D width; ``...`` leading dims
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from mpishard.base import (
     NAMESPACES,
     Array,
+    DType,
     as_positive,
     check_sizes,
     chunks,
@@ -20,6 +22,7 @@ from mpishard.base import (
     store,
     wide,
     wide_dtype,
+    widened_dtype,
 )
 from mpishard.contracts import LayerCategory, Saved
 from mpishard.nn import device_passes, passes
@@ -30,6 +33,7 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    SavedActivations,
     gradient_targets,
 )
 from mpishard.nn.passes import bits, compiled
@@ -127,6 +131,12 @@ class LayerNorm(_Norm):
             "bias": ParameterSpec((self.width,), zeros()),
         }
 
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the normalised input, and of a number for each row."""
+        rows = math.prod(input_shape[:-1])
+        size = math.prod(input_shape) * dtype.itemsize
+        return SavedActivations(size + rows * widened_dtype(dtype).itemsize)
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Normalise x of shape (..., D), and save the normalised input and 1 / deviations."""
         if is_device_array(x):
@@ -222,6 +232,11 @@ class RMSNorm(_Norm):
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """``weight``, initially 1, of shape (width,)."""
         return {"weight": ParameterSpec((self.width,), ones())}
+
+    def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
+        """Return that of the input, and of a number for each row."""
+        numbers = math.prod(input_shape[:-1]) * widened_dtype(dtype).itemsize
+        return SavedActivations(numbers, keeps_input=True)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Normalise x of shape (..., D), and save x and 1 / root mean squares."""
