@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         ZeRO2Optimizer,
         ZeRO3Optimizer,
     )
+    from mpishard.planning import plan_memory
     from mpishard.sharding import ShardingConfiguration
     from mpishard.training import OptimizationInputData, OptimizationResult, minimize
 
@@ -139,6 +140,7 @@ __all__ = [
     "nn",
     "optimizers",
     "pipeline",
+    "plan_memory",
     "register_strategy",
     "run_in_threads",
     "save_gpt2",
@@ -147,7 +149,7 @@ __all__ = [
 
 _ROOMS = (
     "base", "mirror", "communication", "sharding", "models", "optimizers", "training", "adapters",
-    "distributed", "exports",
+    "distributed", "exports", "planning",
 )  # fmt: skip
 """Rooms that define public names. They are loaded on first use (SPEC 1 of Scientific Python).
 

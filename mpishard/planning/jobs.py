@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpishard.base import as_count
@@ -136,6 +136,18 @@ class Job:
         }
         taken = STRATEGY_OPTIONS.get(self.strategy, ())
         return {name: value for name, value in values.items() if name in taken}
+
+    def with_options(self) -> Job:
+        """Return the job itself, or a mesh with a data axis alone if its options need a mesh.
+
+        Micro-batches and recomputation are options of a mesh. "ddp", "zero1", "zero2" and "fsdp" on
+        its data axis are the same strategies.
+        """
+        is_plain = self.micro_batch_count == 1 and self.checkpoint_config is None
+        if is_plain or STRATEGY_OPTIONS.get(self.strategy):
+            return self
+        mesh = (1, 1, self.ranks)
+        return replace(self, strategy="hybrid", mesh=mesh, data_parallel_strategy=self.strategy)
 
 
 def planned_model(factory: Callable[..., Any] | object) -> Any:

@@ -1,225 +1,201 @@
-"""The memory of a run: bytes of each rank and host, by category, for each strategy and mesh."""
+"""The memory of a model on a number of ranks: each strategy and mesh, and what to do if none fits."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import html
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from mpishard.contracts import ILayeredModel
-from mpishard.distributed import DistributedStrategy
-from mpishard.models import (
-    DATA_POLICIES,
-    BackwardPass,
-    Engine,
-    IPlaceableModel,
-    MeshOptions,
-    OpaqueProgram,
-    PlacedProgram,
-    Policy,
-    Program,
-    build_engine,
-    checked_mesh_options,
-    mesh_choices,
-    require_precision,
-)
-from mpishard.observe import MemoryCategory
-from mpishard.planning.backend import PlannedBackend, PlannedMesh
-from mpishard.planning.jobs import Job, UnplannableError
-from mpishard.planning.passes import Activations, PlannedLoss, PlannedMeshProgram, PlannedProgram
-from mpishard.planning.reserved import ReservedArray, ReservedLedger
-from mpishard.sharding import ShardingConfiguration
+from mpishard.planning.advice import advice_on, gibibytes
+from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of, parameter_count
 
-_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+DATA_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+"""Strategies that divide samples alone, in the order of the memory that they need, most first."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes by category.
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryPlan:
+    """The memory of a model on a number of ranks, for each strategy and mesh.
 
     Parameters
     ----------
-    parameters : int
-        Parameters that are owned or replicated, and rounded copies of them.
-    gradients : int
-        Reduced gradients, or whole ones if the strategy keeps them.
-    optimizer_state : int
-        State of the update rule.
-    unsharded_units : int
-        Gathered parameters of units in use, and gradients of units before they are reduced.
-    activations : int or None
-        The most bytes of activations, their gradients and messages between stages that live at
-        once; None if a black box makes them, so that they are not known.
-    buffers : int
-        Buffers that the backend keeps for its messages.
+    model : str
+        Class of the model.
+    parameter_count : int
+        Number of its parameters.
+    rows : tuple of MemoryRow
+        One for each strategy and mesh.
+    host_memory : int or None
+        Bytes that a host has for the run; None if no limit was given.
+    advice : tuple of str
+        Sentences: what fits, or what would.
     """
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    unsharded_units: int = 0
-    activations: int | None = 0
-    buffers: int = 0
+    model: str
+    parameter_count: int
+    rows: tuple[MemoryRow, ...]
+    host_memory: int | None
+    advice: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        job = self.rows[0].job
+        least = min(self.rows, key=lambda row: row.host.total)
+        return (
+            f"{type(self).__name__}({self.model}, {self.parameter_count} parameters, {job.ranks} "
+            f"ranks on {job.hosts} hosts: {least.name} needs least, "
+            f"{gibibytes(least.host.total)} per host)"
+        )
 
     @property
-    def total(self) -> int:
-        """The sum; without activations if they are not known."""
-        return sum(value or 0 for value in asdict(self).values())
+    def title(self) -> str:
+        """Model, ranks and batch in words."""
+        job = self.rows[0].job
+        hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
+        return (
+            f"{self.model} of {self.parameter_count} parameters on {job.ranks} ranks, {hosts}; "
+            f"{job.samples_of_rank} samples per rank"
+            + (f"; {job.precision}" if job.precision else "")
+        )
 
-    def __add__(self, other: MemoryUse) -> MemoryUse:
-        sums: dict[str, Any] = {
-            name: None if None in (nbytes, getattr(other, name)) else nbytes + getattr(other, name)
-            for name, nbytes in asdict(self).items()
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of the table's rows: name, categories, rank, host."""
+        for row in self.rows:
+            values = asdict(row.rank).values()
+            shown = ["not known" if value is None else gibibytes(value) for value in values]
+            yield row.name, *shown, gibibytes(row.rank.total), gibibytes(row.host.total)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+            for cells in self.cells()
+        )
+        advice = "".join(f"<p>{html.escape(line)}</p>" for line in self.advice)
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        return f"<table>{caption}<tr>{head}</tr>{body}</table>{advice}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan for JSON; amounts in bytes."""
+        return {
+            "model": self.model,
+            "parameter_count": self.parameter_count,
+            "ranks": self.rows[0].job.ranks,
+            "hosts": self.rows[0].job.hosts,
+            "samples_of_rank": self.rows[0].job.samples_of_rank,
+            "precision": self.rows[0].job.precision,
+            "host_memory": self.host_memory,
+            "rows": [
+                {
+                    "name": row.name,
+                    "strategy": row.job.strategy,
+                    "mesh": list(row.job.sizes),
+                    "rank": {**asdict(row.rank), "total": row.rank.total},
+                    "host": {**asdict(row.host), "total": row.host.total},
+                    "stages": [asdict(use) for use in row.stages],
+                }
+                for row in self.rows
+            ],
+            "advice": list(self.advice),
         }
-        return MemoryUse(**sums)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """The memory of one strategy or mesh.
+COLUMNS = ("", *(f.name.replace("_", " ") for f in fields(MemoryUse)), "rank", "host")
+"""Heads of the columns of a plan's table."""
+
+
+def plan_memory(
+    factory: Callable[..., Any] | Any,
+    ranks: int,
+    hosts: int = 1,
+    *,
+    strategies: Sequence[str] | None = None,
+    meshes: Sequence[tuple[int, int, int]] | None = None,
+    host_memory: int | None = None,
+    **choices: Any,
+) -> MemoryPlan:
+    """Plan the memory of a run, and allocate nothing of the model.
 
     Parameters
     ----------
-    job : Job
-        The run.
-    stages : tuple of MemoryUse
-        Memory of the rank of each pipeline stage that needs most.
-    host : MemoryUse
-        Sum over the ranks of the host that needs most.
-    """
+    factory : callable or model
+        A model of `mpishard.nn`, a PyTorch module on the device "meta" in a `TorchModel`, a black
+        box; or a function that returns one, see `planned_model`.
+    ranks, hosts : int
+        Numbers of ranks and of hosts.
+    strategies : sequence of str, optional
+        Strategies to plan: "ddp", "zero1", "zero2" and "fsdp". Default: all.
+    meshes : sequence of (int, int, int), optional
+        Meshes (pipeline, tensor, data) to plan. Default: some that fit the model; for a black box
+        none.
+    host_memory : int, optional
+        Bytes that a host has for the run. The advice then says what fits.
+    **choices
+        Of `Job`: ``batch_size``, ``micro_batch_count``, ``schedule``, ``sequence_parallel``,
+        ``precision``, ``checkpoint_config``, ``optimizer``, ``data_parallel_strategy``,
+        ``minimum_parameter_group_size``.
 
-    job: Job
-    stages: tuple[MemoryUse, ...]
-    host: MemoryUse
-
-    @property
-    def rank(self) -> MemoryUse:
-        """Memory of the rank that needs most."""
-        return max(self.stages, key=lambda use: use.total)
-
-    @property
-    def name(self) -> str:
-        """The strategy, and the mesh if it is one: pipeline x tensor x data."""
-        job = self.job
-        if job.strategy != DistributedStrategy.HYBRID:
-            return job.strategy
-        mesh = "x".join(map(str, job.sizes))
-        return f"{mesh} {job.data_parallel_strategy}" if job.sizes[2] > 1 else mesh
-
-
-def memory_of(model: Any, job: Job) -> MemoryRow:
-    """Return the memory of one run of ``model``, which the call does not change.
+    Returns
+    -------
+    MemoryPlan
+        A row for each strategy and mesh. A notebook shows it as a table.
 
     Raises
     ------
     UnplannableError
-        If the model cannot be run in this way, with the reason that a run would give.
+        If the factory returns no model or has allocated it; if a given mesh does not fit the ranks
+        or the model.
+
+    Examples
+    --------
+    >>> import mpishard as ms
+    >>> model = ms.nn.MLP([512, 512, 512], dtype="float32")
+    >>> plan = ms.plan_memory(model, ranks=4, strategies=["ddp", "fsdp"], meshes=[])
+    >>> plan
+    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 hosts: fsdp needs least, 0.0167 GiB per host)
+    >>> [(row.name, row.rank.optimizer_state) for row in plan.rows]
+    [('ddp', 4202496), ('fsdp', 1050624)]
     """
-    pipeline, tensor, data = job.sizes
-    ranks = [0]
-    mesh_of = None
-    if _is_mesh(job):
-        mesh_of = PlannedMesh(_backend(job, 0), pipeline, tensor, data)
-        # Tensor rank 0 and data rank 0 have the largest slices and pieces.
-        ranks = [mesh_of.rank_of(stage, 0, 0) for stage in range(pipeline)]
-    try:
-        stages = tuple(_memory_of_rank(model, job, rank) for rank in ranks)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise UnplannableError(f"{job.strategy} of {job.ranks} ranks: {error}") from error
-    stage_of = [0 if mesh_of is None else mesh_of.coordinates_of(r)[0] for r in range(job.ranks)]
-    size = job.ranks_per_host
-    hosts = {tuple(sorted(stage_of[at : at + size])) for at in range(0, job.ranks, size)}
-    sums = (sum((stages[stage] for stage in host), MemoryUse()) for host in hosts)
-    return MemoryRow(job, stages, max(sums, key=lambda use: use.total))
-
-
-def _is_mesh(job: Job) -> bool:
-    return job.strategy in (
-        DistributedStrategy.HYBRID,
-        DistributedStrategy.TENSOR_PARALLEL,
-        DistributedStrategy.PIPELINE_PARALLEL,
+    model = planned_model(factory)
+    rows = []
+    for name in DATA_STRATEGIES if strategies is None else strategies:
+        rows.append(memory_of(model, data_job(name, ranks, hosts, choices)))
+    given = meshes is not None
+    for mesh in meshes or () if given else _usual_meshes(model, ranks, hosts):
+        job = Job(ranks, hosts, "hybrid", mesh, **choices)
+        try:
+            rows.append(memory_of(model, job))
+        except UnplannableError:
+            if given:  # one that was not asked for is left out
+                raise
+    if not rows:
+        raise UnplannableError("there is nothing to plan: give a strategy or a mesh")
+    advice = () if host_memory is None else tuple(advice_on(model, rows, host_memory))
+    return MemoryPlan(
+        type(model).__name__, parameter_count(model), tuple(rows), host_memory, advice
     )
 
 
-def _backend(job: Job, rank: int) -> PlannedBackend:
-    return PlannedBackend(rank, [r // job.ranks_per_host for r in range(job.ranks)])
+def data_job(name: str, ranks: int, hosts: int, choices: Mapping[str, Any]) -> Job:
+    """Return the job of a strategy that divides samples alone."""
+    if name not in DATA_STRATEGIES:
+        known = ", ".join(DATA_STRATEGIES)
+        raise UnplannableError(f"strategies must be of {known}, got {name!r}; others are meshes")
+    given = {n: v for n, v in choices.items() if n != "data_parallel_strategy"}
+    return Job(ranks, hosts, name, **given).with_options()
 
 
-def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
-    backend = _backend(job, rank)
-    config = ShardingConfiguration(
-        backend,
-        precision=job.precision,
-        minimum_parameter_group_size=job.minimum_parameter_group_size,
-    )
-    if job.precision is not None:
-        require_precision(model, job.precision)
-    activations = Activations()
-    program, policy = _program(model, job, config, activations)
-    ledger = ReservedLedger()
-    engine = build_engine(program, policy, config, type(model).__name__, ledger=ledger)
-    _train(engine, job, activations)
-    frozen = job.optimizer.checked_options.untrained(program.vector.placement.entries)
-    if frozen != program.frozen:
-        engine.freeze(frozen)
-    state = [engine.allocate_state(engine.pieces.updated) for _ in job.optimizer.needed_state()]
-    peak = ledger.peak
-    use = MemoryUse(
-        parameters=peak(MemoryCategory.PARAMETERS),
-        gradients=peak(MemoryCategory.GRADIENTS),
-        optimizer_state=peak(MemoryCategory.OPTIMIZER_STATE),
-        unsharded_units=peak(MemoryCategory.GATHERED) + peak(MemoryCategory.FULL_GRADIENTS),
-        activations=activations.peak if isinstance(model, ILayeredModel) else None,
-        buffers=peak(MemoryCategory.SCRATCH),
-    )
-    del state
-    return use
-
-
-def _program(
-    model: Any, job: Job, config: ShardingConfiguration, activations: Activations
-) -> tuple[Program, Policy]:
-    """Return the program of a rank, and the policy of its strategy."""
-    if not _is_mesh(job):
-        policy = DATA_POLICIES[job.strategy]
-        if isinstance(model, ILayeredModel):
-            return PlannedProgram(model, config, activations), policy
-        if isinstance(model, IPlaceableModel):
-            return PlacedProgram(model, config), policy
-        return OpaqueProgram(model, config.communication_backend), policy
-    if not isinstance(model, ILayeredModel):
-        raise UnplannableError(
-            f"{type(model).__name__} is a black box, which a mesh does not divide: plan ddp, "
-            "zero1, zero2 or fsdp"
-        )
-    pipeline, tensor, data = job.sizes
-    mesh = PlannedMesh(config.communication_backend, pipeline, tensor, data)
-    names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
-    given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
-    options = MeshOptions(
-        **checked_mesh_options(
-            {**given, "partition_strategy": None, "order": ("pipeline", "tensor", "data")}
-        )
-    )
-    policy = DATA_POLICIES[options.data_parallel_strategy if data > 1 else "ddp"]
-    choices = mesh_choices(model, mesh, options)
-    return PlannedMeshProgram(model, config, choices, activations), policy
-
-
-def _train(engine: Engine, job: Job, activations: Activations) -> None:
-    """Run one pass that computes nothing."""
-    program, gradients = engine.program, engine.gradients
-    this = BackwardPass(is_first=True, is_last=True)
-    if isinstance(program, PlannedProgram | PlannedMeshProgram):
-        shape = program.input_shape
-        dtype = np.dtype(np.int64) if program.takes_integers else program.dtype
-        x = ReservedArray((job.samples_of_rank, *shape), dtype)
-        engine.run_pass(x, x, gradients, this=this, loss=PlannedLoss(activations))
+def _usual_meshes(model: Any, ranks: int, hosts: int) -> Iterator[tuple[int, int, int]]:
+    """Yield meshes whose tensor groups stay on a host, and whose stages have layers."""
+    if not isinstance(model, ILayeredModel) or ranks == 1:
         return
-    gradients.begin(this)
-    for unit in reversed(program.units):
-        if unit.index not in program.frozen_units:
-            gradients.target(unit)
-            gradients.reduce(unit)
-    gradients.await_reductions()
+    on_host = ranks // hosts
+    sizes = dict.fromkeys((1, 2, on_host)), dict.fromkeys((1, 2, hosts))
+    for tensor in sizes[0]:
+        for pipeline in sizes[1]:
+            product = tensor * pipeline
+            fits = on_host % tensor == 0 and ranks % product == 0
+            if fits and product > 1 and pipeline <= len(model.layers):
+                yield pipeline, tensor, ranks // product

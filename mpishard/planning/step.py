@@ -244,8 +244,8 @@ class _Planner:
                 f"{job.micro_batch_count * job.sizes[2]} samples"
             )
         self._samples = -(-job.samples_of_rank // job.micro_batch_count)
-        pipeline, tensor, data = job.sizes
-        self._is_mesh = pipeline * tensor > 1
+        _, tensor, data = job.sizes
+        self._is_mesh = job.strategy not in DATA_POLICIES
         per_host = job.ranks_per_host
         host = [rank // per_host for rank in range(job.ranks)]
         # Ranks of the data axis are neighbours, then those of the tensor axis.

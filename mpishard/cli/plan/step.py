@@ -13,11 +13,13 @@ from rich.table import Table
 
 from mpishard.cli.factories import TargetError, load_factory
 from mpishard.cli.outputs import check_png
+from mpishard.cli.plan.memory import RETURNS, sizes_of_mesh
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import choice, counted, milliseconds, refusing, say
 from mpishard.observe import PALETTE, new_figure, plain_axes, save
 from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig
 from mpishard.planning import (
+    DATA_STRATEGIES,
     PARTS,
     Job,
     Machine,
@@ -25,26 +27,6 @@ from mpishard.planning import (
     plan_step,
     planned_model,
 )
-
-DATA_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-RETURNS = "a factory takes nothing, or a seed, and returns a model, or a tuple that begins with one"
-
-
-def parse_mesh(text: str) -> tuple[int, int, int]:
-    """Return the sizes that ``2x1x4`` names: pipeline, tensor, data.
-
-    Raises
-    ------
-    ValueError
-        For another text.
-    """
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(
-            f"--mesh is PIPELINExTENSORxDATA, such as 2x1x4, three sizes of 1 or more; got {text!r}"
-        )
-    return int(parts[0]), int(parts[1]), int(parts[2])
-
 
 Target = Annotated[str, typer.Argument(help="package.module:factory or file.py:factory.")]
 Ranks = Annotated[int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")]
@@ -72,7 +54,7 @@ def step(
         list[str] | None,
         typer.Option(
             show_default=False,
-            help="Also a mesh, as PIPELINExTENSORxDATA; may be repeated. Default: 1x2 and 2x1.",
+            help="Also a mesh, pipeline x tensor x data, as 2x1x4; may be repeated.",
         ),
     ] = None,
     schedule: Annotated[
@@ -104,7 +86,7 @@ def step(
             precision=None if precision == "float32" else precision,
         )
         jobs = [replace(job, strategy=name) for name in strategy or DATA_STRATEGIES]
-        meshes = [parse_mesh(text) for text in mesh or ()]
+        meshes = [sizes_of_mesh(text) for text in mesh or ()]
         again = ActivationCheckpointConfig(True, 1) if recompute else None
         on_mesh = [
             replace(

@@ -1,0 +1,85 @@
+"""Words about a plan: what fits a host, and otherwise what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mpishard.contracts import ILayeredModel
+from mpishard.pipeline import ActivationCheckpointConfig
+from mpishard.planning.jobs import Job, UnplannableError
+from mpishard.planning.rank_memory import MemoryRow, memory_of
+
+_FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times the given hosts
+_RECOMPUTATION = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
+
+
+def gibibytes(nbytes: int) -> str:
+    """Return bytes in GiB as text, with three digits."""
+    return f"{nbytes / 2**30:.3g} GiB"
+
+
+def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str]:
+    """Yield sentences: the rows that fit ``limit`` bytes per host, or changes with which one does.
+
+    Parameters
+    ----------
+    model : object
+        The model.
+    rows : sequence of MemoryRow
+        Its rows.
+    limit : int
+        Bytes that a host has.
+    """
+    if fitting := [row.name for row in rows if row.host.total <= limit]:
+        yield f"{gibibytes(limit)} per host suffice for {', '.join(fitting)}."
+        return
+    missing = (f"{row.name} {gibibytes(row.host.total - limit)}" for row in rows)
+    yield f"Nothing fits {gibibytes(limit)} per host. Missing per host: {', '.join(missing)}."
+    job = min(rows, key=lambda row: row.host.total).job
+    yield from _on_more_hosts(model, job, limit, "")
+    if not isinstance(model, ILayeredModel):
+        return
+    if job.checkpoint_config is None:
+        again = replace(job, checkpoint_config=_RECOMPUTATION).with_options()
+        cost = (
+            f" with recomputation, which costs {_cost_of_recomputation(model):.0%} more computing,"
+        )
+        yield from _on_more_hosts(model, again, limit, cost)
+    if job.samples_of_rank > 1:
+        one = replace(job, batch_size=job.sizes[2])
+        yield from _on_more_hosts(model, one, limit, " with 1 sample per rank and step")
+
+
+def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> Iterator[str]:
+    """Yield the fewest hosts, with as many ranks each, on which the job fits."""
+    name = ""
+    for factor in _FACTORS:
+        pipeline, tensor, _ = job.mesh
+        more = replace(
+            job, ranks=job.ranks * factor, hosts=job.hosts * factor, mesh=(pipeline, tensor, -1)
+        )
+        try:
+            row = memory_of(model, more)
+        except UnplannableError:
+            continue
+        name = row.name
+        if row.host.total <= limit:
+            hosts = f"{more.hosts} host{'s' * (more.hosts > 1)}"
+            yield (
+                f"{name}{change} fits on {hosts} ({more.ranks} ranks): "
+                f"{gibibytes(row.host.total)} per host."
+            )
+            return
+    if name:
+        yield f"{name}{change} does not fit on up to {_FACTORS[-1] * job.hosts} hosts."
+
+
+def _cost_of_recomputation(model: ILayeredModel) -> float:
+    """Return the operations that are done again, as a part of those of a step without them."""
+    infos = model.get_all_layer_info()
+    segments = _RECOMPUTATION.segments(infos, model.dtype.itemsize, keeps_last=True)
+    again = sum(infos[index].estimated_flops for segment in segments for index in segment)
+    # Backward takes twice the operations of forward.
+    return again / (3 * sum(info.estimated_flops for info in infos))
