@@ -33,12 +33,12 @@ _BLOCK = 128  # queries of a block of causal scores, about
 
 
 class Product(NamedTuple):
-    """``count`` products of a matrix (rows, inner) by another one (inner, columns)."""
+    """``matrices`` products of a matrix (rows, inner) by another one (inner, columns)."""
 
     rows: int
     columns: int
     inner: int
-    count: float = 1
+    matrices: float = 1
 
 
 class Sent(NamedTuple):
@@ -200,11 +200,10 @@ def _column(layer: ColumnParallelLinear, shape: Shape, output: Shape, samples: i
         whole = (shape[0] * ranks, *shape[1:])
     size = samples * math.prod(whole)
     base = _linear(layer, whole, samples, layer.input_size, layer.local_output_size)
+    forward: tuple[Sent, ...] = ()
+    backward: tuple[Sent, ...] = (Sent(2, size, overlaps=True),)
     if layer.sequence_parallel:
-        forward = (Sent(1, size),)
-        backward = (Sent(1, size, overlaps=True), Sent(1, size, overlaps=True))
-    else:
-        forward, backward = (), (Sent(2, size, overlaps=True),)
+        forward, backward = (Sent(1, size),), (Sent(1, size, overlaps=True),) * 2
     if layer.gather_output:
         forward = (*forward, Sent(1, samples * math.prod(output)))
     return [_sending(base, forward, backward), *_activation(layer, output, samples)]

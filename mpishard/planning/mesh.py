@@ -137,6 +137,8 @@ def _jobs(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[Jo
             for again in (None, _AGAIN):
                 for strategy in strategies:
                     for count in _MICRO_BATCHES:
+                        if pipeline * tensor * count == 1 and again is None:
+                            continue  # the strategy itself, above
                         for schedule in _SCHEDULES if pipeline > 1 else (None,):
                             yield replace(
                                 own,

@@ -203,13 +203,11 @@ def _program(
             "zero1, zero2 or fsdp"
         )
     pipeline, tensor, data = job.sizes
-    mesh = PlannedMesh(config.communication_backend, pipeline, tensor, data)
+    mesh = PlannedMesh(config.communication_backend, pipeline, tensor, data, order=job.order)
     names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
     given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
     options = MeshOptions(
-        **checked_mesh_options(
-            {**given, "partition_strategy": None, "order": ("pipeline", "tensor", "data")}
-        )
+        **checked_mesh_options({**given, "partition_strategy": None, "order": job.order})
     )
     policy = DATA_POLICIES[options.data_parallel_strategy if data > 1 else "ddp"]
     choices = mesh_choices(model, mesh, options)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mpishard.contracts import ILayeredModel
+from mpishard.contracts import ILayeredModel, LayerInfo
 from mpishard.distributed import DistributedStrategy
 from mpishard.models import (
     DATA_POLICIES,
@@ -74,7 +74,8 @@ class StepPlan:
     @property
     def seconds(self) -> float:
         """Time of a step."""
-        return sum(getattr(self, part) for part in PARTS)
+        parts: list[float] = [getattr(self, part) for part in PARTS]
+        return sum(parts)
 
     @property
     def samples_per_second(self) -> float:
@@ -224,6 +225,7 @@ class _Stage:
 
     units: list[_UnitTimes]
     output_bytes: float
+    rank: int = 0  # of the pipeline
     recomputed: float = 0.0  # forward seconds that backward repeats
 
 
@@ -244,14 +246,11 @@ class _Planner:
                 f"{job.micro_batch_count * job.sizes[2]} samples"
             )
         self._samples = -(-job.samples_of_rank // job.micro_batch_count)
-        _, tensor, data = job.sizes
         self._is_mesh = job.strategy not in DATA_POLICIES
-        per_host = job.ranks_per_host
-        host = [rank // per_host for rank in range(job.ranks)]
-        # Ranks of the data axis are neighbours, then those of the tensor axis.
-        self._data = _Group(tuple(host[:data]), per_host)
-        self._tensor = _Group(tuple(host[: tensor * data : data]), per_host)
-        self._pipeline_hosts = host[:: tensor * data]
+        # The groups of the first rank, as the mesh places them; all others are like these.
+        mesh, per_host = self._mesh(0), job.ranks_per_host
+        self._data, self._tensor = (_Group(g.nodes, per_host) for g in (mesh.data, mesh.tensor))
+        self._pipeline_hosts = mesh.pipeline.nodes
         self._schedule = schedule_of(job)
         self._policy: Policy = DATA_POLICIES[data_strategy(job)]
         self._sent = 0.0
@@ -304,50 +303,49 @@ class _Planner:
         if not self._is_mesh:
             local = whole_layers(model, minimum)
             kept = local.reused | {local.units[-1].index}
-            (stage, _) = self._stage(local, range(len(local.layers)), kept, shape)
-            self._add_loss(stage, infos[-1].output_shape, 1)
-            return [stage]
+            only, _ = self._stage(local, range(len(local.layers)), kept, shape)
+            self._add_loss(only, infos[-1].output_shape, 1)
+            return [only]
         choices = self._choices()
-        stages: dict[int, _Stage] = {}
-        layouts = {}
-        for rank in range(self._job.sizes[0]):
-            mesh = self._mesh(rank * (self._job.ranks // self._job.sizes[0]))
+        job, stages = self._job, list[_Stage]()
+        # Layouts of each rank, by the number of the global stage, which the schedule places.
+        layouts: dict[int, tuple[int, int, StageLayout]] = {}
+        firsts = [self._mesh(0).rank_of(rank, 0, 0) for rank in range(job.sizes[0])]
+        for rank in range(job.sizes[0]):
+            mesh = self._mesh(firsts[rank])
             layout = StageLayout(model, replace(choices, mesh=mesh), minimum)
-            for stage, bounds in zip(choices.stages_of(rank), layout.ranges, strict=True):
-                layouts[stage] = layout, bounds
+            for virtual, number in enumerate(choices.stages_of(rank)):
+                layouts[number] = rank, virtual, layout
         for number in sorted(layouts):
-            layout, bounds = layouts[number]
-            layers = range(*bounds)
+            rank, virtual, layout = layouts[number]
             kept = layout.layers.reused
-            if self._job.micro_batch_count == 1 and layout.layers.units:
+            if job.micro_batch_count == len(layout.ranges) == 1 and layout.layers.units:
                 kept |= {layout.layers.units[-1].index}
-            stages[number], shape = self._stage(layout.layers, layers, kept, shape)
-            start, stop = choices.stages[number]
-            order = self._schedule.get_schedule(
-                number % self._job.sizes[0], self._job.sizes[0], self._job.micro_batch_count
-            )
-            self._add_recomputing(stages[number], layout.layers, layers, infos[start:stop], order)
-        last = max(n for n in stages if choices.stages[n][1] > choices.stages[n][0])
-        split = self._job.sizes[1] if layouts[last][0].splits_output else 1
-        self._add_loss(stages[last], infos[-1].output_shape, split)
-        return [stages[number] for number in sorted(stages)]
+            layers = range(*layout.ranges[virtual])
+            stage, shape = self._stage(layout.layers, layers, kept, shape)
+            stage.rank = rank
+            order = self._schedule.get_schedule(rank, job.sizes[0], job.micro_batch_count)
+            own = infos[slice(*choices.stages[number])]
+            self._add_recomputing(stage, own, keeps_last=most_saved(order, virtual) == 1)
+            stages.append(stage)
+        split = job.sizes[1] if layouts[len(stages) - 1][2].splits_output else 1
+        self._add_loss(stages[-1], infos[-1].output_shape, split)
+        return stages
 
     def _mesh(self, rank: int) -> PlannedMesh:
-        return PlannedMesh(PlannedBackend(rank, [0] * self._job.ranks), *self._job.sizes)
+        job = self._job
+        hosts = [each // job.ranks_per_host for each in range(job.ranks)]
+        return PlannedMesh(PlannedBackend(rank, hosts), *job.sizes, order=job.order)
 
     def _choices(self) -> MeshChoices:
         """Return the layers of each stage, as the run has them."""
-        job, options = self._job, dict.fromkeys(f.name for f in fields(MeshOptions))
-        options |= checked_mesh_options(
-            {
-                "micro_batch_count": job.micro_batch_count,
-                "schedule": job.schedule,
-                "checkpoint_config": job.checkpoint_config,
-                "sequence_parallel": job.sequence_parallel,
-            }
-        )
+        job = self._job
+        names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
+        given = {name: getattr(job, name) for name in names}
+        given |= {"partition_strategy": None, "order": job.order, "data_parallel_strategy": "ddp"}
         try:
-            choices = mesh_choices(self._model, self._mesh(0), MeshOptions(**options))
+            options = MeshOptions(**checked_mesh_options(given))
+            choices = mesh_choices(self._model, self._mesh(0), options)
         except ValueError as error:
             raise UnplannableError(f"mesh {job.sizes}: {error}") from None
         empty = sum(stop == start for start, stop in choices.stages)
@@ -422,21 +420,14 @@ class _Planner:
         stage.units[-1].forward += seconds
 
     def _add_recomputing(
-        self,
-        stage: _Stage,
-        local: LocalLayers,
-        layers: range,
-        infos: Sequence[Any],
-        order: Sequence[Any],
+        self, stage: _Stage, infos: Sequence[LayerInfo], *, keeps_last: bool
     ) -> None:
         config = self._job.checkpoint_config
         if config is None or not infos:
             return
-        segments = config.segments(
-            infos,
-            self._model.dtype.itemsize,
-            keeps_last=most_saved(order, order[0].virtual_stage_index) == 1,
-        )
+        itemsize = self._model.dtype.itemsize
+        segments = config.segments(infos, itemsize, keeps_last=keeps_last)
+        # The layers of a chain are mostly alike: a part of them takes that part of the time.
         again = sum(len(segment) for segment in segments) / len(infos)
         stage.recomputed = again * sum(unit.forward + unit.sent_forward for unit in stage.units)
 
@@ -489,10 +480,10 @@ class _Planner:
         return self._between_hosts(group).collective_seconds(nbytes, others)
 
     def _boundaries(self, stages: Sequence[_Stage]) -> list[float]:
-        pipeline, hosts = self._job.sizes[0], self._pipeline_hosts
+        hosts = self._pipeline_hosts
         seconds = []
         for number in range(len(stages) - 1):
-            is_near = hosts[number % pipeline] == hosts[(number + 1) % pipeline]
+            is_near = hosts[stages[number].rank] == hosts[stages[number + 1].rank]
             link = self._machine.node if is_near else self._machine.between_hosts()
             sharing = 1 if is_near else self._job.ranks_per_host
             seconds.append(link.seconds(stages[number].output_bytes * sharing))
@@ -540,11 +531,9 @@ class _Planner:
     def _update(self, stages: Sequence[_Stage]) -> tuple[float, float]:
         """Return the time of the update with its publishing, and that of the step's totals."""
         machine, job, group = self._machine, self._job, self._data
-        virtual = self._schedule.virtual_stages_per_rank
-        per_rank = [
-            sum(unit.elements for stage in stages[rank :: job.sizes[0]] for unit in stage.units)
-            for rank in range(len(stages) // virtual)
-        ]
+        per_rank = [0] * job.sizes[0]
+        for stage in stages:
+            per_rank[stage.rank] += sum(unit.elements for unit in stage.units)
         elements = max(per_rank)
         owned = elements / group.size if self._policy.shards_state else elements
         rate = machine.pass_rate(type(job.optimizer).__name__, str(self._model.dtype))
@@ -560,8 +549,9 @@ class _Planner:
         if group.hosts > 1 and self._policy.shards_state and not self._policy.shards_parameters:
             seconds += sum(
                 self._gather_seconds(unit.elements)
-                for stage in stages[:: job.sizes[0]]
+                for stage in stages
                 for unit in stage.units
+                if stage.rank == 0
             )
         if job.ranks == 1:
             return seconds, 0.0

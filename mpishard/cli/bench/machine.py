@@ -287,11 +287,11 @@ class MachineBenchmark:
                     f"latency {milliseconds(link.latency)}",
                     f"{bytes_text(int(link.bytes_per_second))}/s",
                 )
-        for rate in machine.passes:
+        for timed in machine.passes:
             table.add_row(
-                rate.name,
-                rate.precision,
-                f"{rate.forward * 1e9:.2f} + {rate.backward * 1e9:.2f} ns",
+                timed.name,
+                timed.precision,
+                f"{timed.forward * 1e9:.2f} + {timed.backward * 1e9:.2f} ns",
             )
         table.add_row("call of a layer", "", milliseconds(machine.call_seconds))
         table.add_row("reduction of a unit", "", milliseconds(machine.unit_seconds))

@@ -28,6 +28,9 @@ from mpishard.planning import (
     planned_model,
 )
 
+_HEADS = ("comp.", "mess.", "bubble", "wait", "update")  # of PARTS; 80 columns hold no more
+_AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
+
 Target = Annotated[str, typer.Argument(help="package.module:factory or file.py:factory.")]
 Ranks = Annotated[int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")]
 Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts, with equally many ranks each.")]
@@ -69,7 +72,7 @@ def step(
         str, choice("plan", ("float32", "bfloat16"), "float32 stands for the model's dtype.")
     ] = "float32",
     recompute: Annotated[
-        bool, typer.Option(help="Meshes compute activations again, layer by layer.")
+        bool, typer.Option(help="Meshes compute activations again, in segments of sqrt(layers).")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Draw bars to this file, a .png.")] = None,
     as_json: Json = False,
@@ -87,7 +90,7 @@ def step(
         )
         jobs = [replace(job, strategy=name) for name in strategy or DATA_STRATEGIES]
         meshes = [sizes_of_mesh(text) for text in mesh or ()]
-        again = ActivationCheckpointConfig(True, 1) if recompute else None
+        again = _AGAIN if recompute else None
         on_mesh = [
             replace(
                 job,
@@ -142,8 +145,7 @@ def table(plans: Sequence[StepPlan], target: str, machine: Machine, tokens: int)
         f"{target}, {counted(job.ranks, 'rank')} on {counted(job.hosts, 'host')}, "
         f"{counted(job.samples, 'sample')} a step\n{machine.name}"
     )
-    unit = "tokens/s" if tokens > 1 else "samples/s"
-    columns = ("strategy", "step", *PARTS, unit)
+    columns = ("strategy", "step", *_HEADS, "tokens/s" if tokens > 1 else "samples/s")
     found = figures_table(title, columns, ("strategy",), gap=1)
     best = min(plan.seconds for plan in plans)
     for plan in plans:

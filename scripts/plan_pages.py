@@ -1,0 +1,176 @@
+"""Write what docs/plan-time.md shows: the published table beside the plan, and scaling curves.
+
+python scripts/plan_pages.py table
+python scripts/plan_pages.py curves docs/images/scaling.png
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from mpishard import nn
+from mpishard.observe import Curve, Panel, plot_panels
+from mpishard.pipeline import ActivationCheckpointConfig, Interleaved1F1BSchedule
+from mpishard.planning import Job, Link, Machine, PassRate, ProductRate, plan_step
+
+# Narayanan et al., SC 2021 (arXiv:2104.04473), table 1: billions of parameters, heads, width,
+# layers, tensor and pipeline size, GPUs, batch, achieved TFLOP/s per GPU.
+MEGATRON = (
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+_TOKENS, _WORDS = 2048, 51_200
+_PEAK, _EFFICIENCY = 312e12, 0.68
+_AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers=1)
+
+
+def a100() -> Machine:
+    """Return a node of 8 A100 GPUs of 80 GB, as the paper states it, and the efficiency above."""
+    return Machine(
+        "8 A100 (80 GB), NVLink, 8 HDR InfiniBand cards",
+        8,
+        (ProductRate("bfloat16", 4096, 4096, 4096, _PEAK * _EFFICIENCY),),
+        (2.0e12 * 0.8,) * 8,
+        Link(10e-6, 300e9 * 0.8),
+        Link(10e-6, 8 * 25e9 * 0.8, 1e-6),
+        call_seconds=5e-6,
+    )
+
+
+def published(row: tuple[float, ...]) -> float:
+    """Return the seconds of an iteration by equation 3 of the paper and the achieved rate."""
+    _, _, width, layers, _, _, gpus, batch, achieved = row
+    flops = 96 * batch * _TOKENS * layers * width**2
+    flops *= 1 + _TOKENS / (6 * width) + _WORDS / (16 * layers * width)
+    return flops / (gpus * achieved * 1e12)
+
+
+def planned(row: tuple[float, ...]) -> float:
+    """Return the planned seconds of the same iteration."""
+    _, heads, width, layers, tensor, pipeline, gpus, batch, _ = (int(value) for value in row)
+    model = nn.GPT(
+        vocabulary_size=_WORDS, context_length=_TOKENS, width=width, heads=heads, layers=layers
+    )
+    data = gpus // (tensor * pipeline)
+    job = Job(
+        gpus,
+        gpus // 8,
+        "hybrid",
+        (pipeline, tensor, data),
+        batch_size=batch,
+        micro_batch_count=batch // data,
+        schedule=Interleaved1F1BSchedule(2) if pipeline > 1 else None,
+        precision="bfloat16",
+        checkpoint_config=_AGAIN,
+        minimum_parameter_group_size=1,
+        order=("pipeline", "data", "tensor"),
+    )
+    return plan_step(model, job, a100()).seconds
+
+
+def table() -> None:
+    """Print the table as Markdown."""
+    print("| parameters | GPUs | TP x PP | batch | published | planned | difference |")
+    print("|---|---|---|---|---|---|---|")
+    for row in MEGATRON:
+        theirs, ours = published(row), planned(row)
+        print(
+            f"| {row[0]} billion | {row[6]} | {row[4]} x {row[5]} | {row[7]} | {theirs:.2f} s "
+            f"| {ours:.2f} s | {ours / theirs - 1:+.0%} |",
+            flush=True,
+        )
+
+
+def cpu_nodes(gigabits: float) -> Machine:
+    """Return nodes of 64 cores with a rank on each of 16, by this machine's products."""
+    return Machine(
+        f"{gigabits:g} Gbit/s",
+        16,
+        (ProductRate("float32", 256, 256, 256, 4 * 90e9),),
+        (8e9,) * 16,
+        Link(5e-6, 5e9),
+        Link(20e-6, gigabits / 8 * 1e9, 2e-6),
+        (
+            PassRate("GELU", "float32", 0.2e-9, 0.05e-9),
+            PassRate("LayerNorm", "float32", 0.1e-9, 0.15e-9),
+            PassRate("CausalAttention", "float32", 0.2e-9, 0.15e-9),
+        ),
+        5e-6,
+        100e-6,
+        500e-6,
+    )
+
+
+def curves(path: str) -> None:
+    """Draw tokens per second and rank against the number of ranks."""
+    model = nn.GPT(vocabulary_size=50_257, context_length=1024, width=768, heads=12, layers=12)
+    panels = []
+    for gigabits in (25, 200):
+        machine = cpu_nodes(gigabits)
+        lines = dict(_lines(model, machine))
+        panels.append(
+            Panel(
+                f"GPT of 163 million, {gigabits} Gbit/s, 16 ranks a host",
+                "ranks",
+                "tokens per second",
+                [Curve(name, list(x), list(y)) for name, (x, y) in lines.items()],
+            )
+        )
+        for name, (x, y) in lines.items():
+            print(gigabits, name, stops(x, y), [round(v) for v in y])
+    plot_panels(path, panels)
+
+
+RANKS = tuple(16 << k for k in range(9))
+
+
+def _lines(model: nn.GPT, machine: Machine) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
+    for name in ("ddp", "zero2", "fsdp"):
+        yield (
+            name,
+            _line(model, machine, lambda n, name=name: Job(n, n // 16, name, batch_size=4096)),
+        )  # type: ignore[misc]
+    for pipeline, tensor in ((1, 4), (4, 1)):
+
+        def job(n: int, pipeline: int = pipeline, tensor: int = tensor) -> Job:
+            return Job(
+                n,
+                n // 16,
+                "hybrid",
+                (pipeline, tensor, n // (pipeline * tensor)),
+                "zero1",
+                batch_size=4096,
+                micro_batch_count=min(8, 4096 * pipeline * tensor // n),
+                schedule="1f1b",
+                order=("pipeline", "data", "tensor"),
+            )
+
+        yield f"{pipeline} x {tensor} x data, zero1", _line(model, machine, job)
+
+
+def _line(model, machine, job):  # type: ignore[no-untyped-def]
+    plans = [plan_step(model, job(n), machine) for n in RANKS]
+    return list(RANKS), [1024 * plan.samples_per_second for plan in plans]
+
+
+def stops(ranks: list[int], rates: list[float]) -> int:
+    """Return the largest number of ranks whose doubling has paid by half or more."""
+    last = ranks[0]
+    for n, before, after in zip(ranks[1:], rates, rates[1:], strict=False):
+        if after < 1.5 * before:
+            break
+        last = n
+    return last
+
+
+if __name__ == "__main__":
+    table() if sys.argv[1] == "table" else curves(sys.argv[2])
