@@ -59,6 +59,8 @@ def as_integer(name: str, value: object) -> int:
     TypeError
         If it is not an integer; a bool is refused, too. The message names the argument.
     """
+    if type(value) is int:  # Without the slow test of an abstract class, for nearly all calls.
+        return value
     # NumPy's integers are Integral as well. A bool is, too, and would count as 0 or 1.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")

@@ -54,26 +54,29 @@ def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str
 
 def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> Iterator[str]:
     """Yield the fewest hosts, with as many ranks each, on which the job fits."""
-    name = ""
-    for factor in _FACTORS:
-        pipeline, tensor, _ = job.mesh
-        more = replace(
-            job, ranks=job.ranks * factor, hosts=job.hosts * factor, mesh=(pipeline, tensor, -1)
-        )
-        try:
-            row = memory_of(model, more)
-        except UnplannableError:
-            continue
-        name = row.name
-        if row.host.total <= limit:
-            hosts = f"{more.hosts} host{'s' * (more.hosts > 1)}"
-            yield (
-                f"{name}{change} fits on {hosts} ({more.ranks} ranks): "
-                f"{gibibytes(row.host.total)} per host."
-            )
-            return
-    if name:
-        yield f"{name}{change} does not fit on up to {_FACTORS[-1] * job.hosts} hosts."
+    most = _on(model, job, _FACTORS[-1])
+    if most is None:
+        return
+    if most.host.total > limit:
+        yield f"{most.name}{change} does not fit on up to {most.job.hosts} hosts."
+        return
+    fewer = (_on(model, job, factor) for factor in _FACTORS[:-1])
+    row = next((each for each in fewer if each is not None and each.host.total <= limit), most)
+    hosts = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
+    yield (
+        f"{row.name}{change} fits on {hosts} ({row.job.ranks} ranks): "
+        f"{gibibytes(row.host.total)} per host."
+    )
+
+
+def _on(model: Any, job: Job, factor: int) -> MemoryRow | None:
+    """Return the row with ``factor`` times the hosts; None if the run is not possible there."""
+    mesh = (*job.mesh[:2], -1)
+    try:
+        more = replace(job, ranks=job.ranks * factor, hosts=job.hosts * factor, mesh=mesh)
+        return memory_of(model, more)
+    except UnplannableError:
+        return None
 
 
 def _cost_of_recomputation(model: ILayeredModel) -> float:

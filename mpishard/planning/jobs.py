@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpishard.base import as_count
+import numpy as np
+
+from mpishard.adapters import TorchModel
+from mpishard.base import DType, as_count
 from mpishard.communication import AXES, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
+from mpishard.models import IPlaceableModel
 from mpishard.optimizers import AdamW, Optimizer
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
+from mpishard.sharding import ParameterEntry
 
 PLANNED_STRATEGIES = tuple(
     s.value for s in DistributedStrategy if s is not DistributedStrategy.NONE
@@ -168,9 +174,9 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
     UnplannableError
         If it returns no model.
     """
-    if isinstance(factory, ILayeredModel) or hasattr(factory, "get_parameters"):
-        return factory
-    if not callable(factory):
+    if _is_model(factory):
+        return _without_arrays(factory)
+    if not callable(factory) or isinstance(factory, type):
         raise UnplannableError(
             f"expected a model, or a factory that returns one, got a {type(factory).__name__}"
         )
@@ -179,8 +185,93 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
         for parameter in inspect.signature(factory).parameters.values()
         if parameter.default is parameter.empty and parameter.kind in _POSITIONAL
     ]
-    given = factory(*[0] * min(1, len(required)))
-    return given[0] if isinstance(given, tuple) and given else given
+    try:
+        given = factory(*[0] * min(1, len(required)))
+    except MemoryError as error:
+        raise UnplannableError(f"the factory ran out of memory ({error}); {_EXPECTED}") from error
+    model = given[0] if isinstance(given, tuple) and given else given
+    if not _is_model(model):
+        raise UnplannableError(
+            f"the factory returned a {type(model).__name__}, which is no model; {_EXPECTED}"
+        )
+    return _without_arrays(model)
 
 
+def _is_model(thing: object) -> bool:
+    is_box = hasattr(thing, "get_parameters") and not isinstance(thing, type)
+    return isinstance(thing, ILayeredModel | IPlaceableModel) or is_box or _is_module(thing)
+
+
+def _is_module(thing: object) -> bool:
+    # Not imported: if there is a module, PyTorch is loaded.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(thing, torch.nn.Module)
+
+
+def _without_arrays(model: Any) -> Any:
+    """Return the model, or the shapes of a PyTorch module; refuse one that has allocated."""
+    name = type(model).__name__
+    if _is_module(model):
+        real = [n for n, p in model.named_parameters() if p.device.type != "meta"]
+        if real:
+            raise UnplannableError(
+                f"the PyTorch module {name} has allocated {real[0]}"
+                + (f" and {len(real) - 1} more parameters" if len(real) > 1 else "")
+                + "; expected one on the device meta: build it in `with torch.device('meta'):`"
+            )
+        return ModuleShapes(model)
+    if getattr(model, "has_parameters", False):
+        raise UnplannableError(
+            f"this {name} has allocated its {model.parameter_count} parameters; {_EXPECTED}"
+        )
+    if isinstance(model, TorchModel):
+        raise UnplannableError(
+            "a TorchModel holds its parameters: return the PyTorch module itself, on the device "
+            "meta, as built in `with torch.device('meta'):`"
+        )
+    return model
+
+
+class ModuleShapes(IPlaceableModel):
+    """Names and shapes of the parameters of a PyTorch module on the device "meta"."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        entries, position = [], 0
+        kinds = set()
+        for name, parameter in module.named_parameters():
+            shape = tuple(parameter.shape)
+            entries.append(ParameterEntry(name, shape, position, bool(parameter.requires_grad)))
+            position = entries[-1].stop
+            kinds.add(str(parameter.dtype).removeprefix("torch."))
+        if len(kinds) != 1:
+            raise UnplannableError(
+                f"all parameters must have one dtype, {type(module).__name__} has "
+                f"{', '.join(sorted(kinds)) or 'none'}"
+            )
+        self._entries, self._dtype = entries, np.dtype(kinds.pop())
+
+    @property
+    def placed_object(self) -> Any:
+        return self._module
+
+    @property
+    def parameter_entries(self) -> Sequence[ParameterEntry]:
+        return self._entries
+
+    @property
+    def dtype(self) -> DType:
+        return self._dtype
+
+    def obstacle_to_bfloat16(self) -> str | None:
+        return None
+
+    fill_parameters = place_parameters = reclaim_parameters = with_parameters = None  # type: ignore[assignment]
+    check_input = predict = forward_pass = backward_pass = None  # type: ignore[assignment]
+
+
+_EXPECTED = (
+    "expected a model that has shapes and no arrays: one of mpishard.nn whose parameters nobody has "
+    "asked for, a PyTorch module on the device meta, or a black box"
+)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

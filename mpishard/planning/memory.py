@@ -1,4 +1,4 @@
-"""The memory of a model on a number of ranks: each strategy and mesh, and what to do if none fits."""
+"""The memory of a model on a number of ranks, for each strategy and mesh."""
 
 from __future__ import annotations
 
@@ -159,9 +159,10 @@ def plan_memory(
     [('ddp', 4202496), ('fsdp', 1050624)]
     """
     model = planned_model(factory)
-    rows = []
-    for name in DATA_STRATEGIES if strategies is None else strategies:
-        rows.append(memory_of(model, data_job(name, ranks, hosts, choices)))
+    rows = [
+        memory_of(model, data_job(name, ranks, hosts, choices))
+        for name in (DATA_STRATEGIES if strategies is None else strategies)
+    ]
     given = meshes is not None
     for mesh in meshes or () if given else _usual_meshes(model, ranks, hosts):
         job = Job(ranks, hosts, "hybrid", mesh, **choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,7 +51,9 @@ class MemoryUse:
         The most bytes of activations, their gradients and messages between stages that live at
         once; None if a black box makes them, so that they are not known.
     buffers : int
-        Buffers that the backend keeps for its messages.
+        Buffers in which messages and rounded gradients travel.
+    black_box : int
+        The parameters that a black box keeps, and the gradient that it returns.
     """
 
     parameters: int = 0
@@ -59,6 +62,7 @@ class MemoryUse:
     unsharded_units: int = 0
     activations: int | None = 0
     buffers: int = 0
+    black_box: int = 0
 
     @property
     def total(self) -> int:
@@ -116,28 +120,67 @@ def memory_of(model: Any, job: Job) -> MemoryRow:
     UnplannableError
         If the model cannot be run in this way, with the reason that a run would give.
     """
-    pipeline, tensor, data = job.sizes
-    ranks = [0]
-    mesh_of = None
-    if _is_mesh(job):
-        mesh_of = PlannedMesh(_backend(job, 0), pipeline, tensor, data)
-        # Tensor rank 0 and data rank 0 have the largest slices and pieces.
-        ranks = [mesh_of.rank_of(stage, 0, 0) for stage in range(pipeline)]
-    try:
-        stages = tuple(_memory_of_rank(model, job, rank) for rank in ranks)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise UnplannableError(f"{job.strategy} of {job.ranks} ranks: {error}") from error
-    stage_of = [0 if mesh_of is None else mesh_of.coordinates_of(r)[0] for r in range(job.ranks)]
     size = job.ranks_per_host
+    try:
+        if not _is_mesh(job):
+            use = _memory_of_rank(model, job, 0)
+            return MemoryRow(job, (use,), sum([use] * size, MemoryUse()))
+        mesh = PlannedMesh(_backend(job, 0), *job.sizes)
+        # Tensor rank 0 and data rank 0 have the largest slices and pieces. Stages of equal layers
+        # and orders need equal memory.
+        found: dict[Hashable, MemoryUse] = {}
+        stages = []
+        for stage, key in enumerate(_kinds_of_stages(model, job, mesh)):
+            if key not in found:
+                found[key] = _memory_of_rank(model, job, mesh.rank_of(stage, 0, 0))
+            stages.append(found[key])
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if isinstance(error, UnplannableError):
+            raise
+        raise UnplannableError(
+            f"{job.strategy} {job.sizes} of {job.ranks} ranks: {error}"
+        ) from error
+    stage_of = [mesh.coordinates_of(rank)[0] for rank in range(job.ranks)]
     hosts = {tuple(sorted(stage_of[at : at + size])) for at in range(0, job.ranks, size)}
     sums = (sum((stages[stage] for stage in host), MemoryUse()) for host in hosts)
-    return MemoryRow(job, stages, max(sums, key=lambda use: use.total))
+    return MemoryRow(job, tuple(stages), max(sums, key=lambda use: use.total))
+
+
+def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashable]:
+    """Yield what decides the memory of the ranks of each stage: its layers and its order."""
+    if not isinstance(model, ILayeredModel):
+        raise UnplannableError(
+            f"{type(model).__name__} is a black box, which a mesh does not divide: plan ddp, "
+            "zero1, zero2 or fsdp"
+        )
+    choices, infos = mesh_choices(model, mesh, mesh_options_of(job)), model.get_all_layer_info()
+    count = choices.micro_batch_count
+    for rank in range(mesh.pipeline_size):
+        layers = [infos[slice(*choices.stages[stage])] for stage in choices.stages_of(rank)]
+        kinds = [
+            # A parameter of another layer, which stages that use it hold, has the other's name.
+            (type(info.layer), info.input_shape, info.estimated_flops, info.parameter_count)
+            for stage in layers
+            for info in stage
+        ]
+        order = choices.schedule.get_schedule(rank, mesh.pipeline_size, count)
+        # The ends have the model's input, its loss, and layers that share parameters.
+        ends = rank in (0, mesh.pipeline_size - 1) and rank
+        yield tuple(kinds), tuple(map(len, layers)), tuple(order), ends
+
+
+def mesh_options_of(job: Job) -> MeshOptions:
+    """Return the options of a mesh model for the job."""
+    names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
+    given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
+    given |= {"partition_strategy": None, "order": job.order}
+    return MeshOptions(**checked_mesh_options(given))
 
 
 def parameter_count(model: Any) -> int:
     """Return the number of parameters of any model that can be planned."""
     if isinstance(model, ILayeredModel):
-        return model.parameter_table.length
+        return int(model.parameter_table.length)
     if isinstance(model, IPlaceableModel):
         return sum(entry.size for entry in model.parameter_entries)
     return int(model.get_parameters().size)
@@ -173,7 +216,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
     if frozen != program.frozen:
         engine.freeze(frozen)
     state = [engine.allocate_state(engine.pieces.updated) for _ in job.optimizer.needed_state()]
-    peak = ledger.peak
+    peak, is_box = ledger.peak, isinstance(program, OpaqueProgram)
     use = MemoryUse(
         parameters=peak(MemoryCategory.PARAMETERS),
         gradients=peak(MemoryCategory.GRADIENTS),
@@ -181,6 +224,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
         unsharded_units=peak(MemoryCategory.GATHERED) + peak(MemoryCategory.FULL_GRADIENTS),
         activations=activations.peak if isinstance(model, ILayeredModel) else None,
         buffers=peak(MemoryCategory.SCRATCH),
+        black_box=2 * program.units[-1].stop * program.dtype.itemsize if is_box else 0,
     )
     del state
     return use
@@ -197,20 +241,9 @@ def _program(
         if isinstance(model, IPlaceableModel):
             return PlacedProgram(model, config), policy
         return OpaqueProgram(model, config.communication_backend), policy
-    if not isinstance(model, ILayeredModel):
-        raise UnplannableError(
-            f"{type(model).__name__} is a black box, which a mesh does not divide: plan ddp, "
-            "zero1, zero2 or fsdp"
-        )
-    pipeline, tensor, data = job.sizes
-    mesh = PlannedMesh(config.communication_backend, pipeline, tensor, data, order=job.order)
-    names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
-    given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
-    options = MeshOptions(
-        **checked_mesh_options({**given, "partition_strategy": None, "order": job.order})
-    )
-    policy = DATA_POLICIES[options.data_parallel_strategy if data > 1 else "ddp"]
-    choices = mesh_choices(model, mesh, options)
+    mesh = PlannedMesh(config.communication_backend, *job.sizes, order=job.order)
+    choices = mesh_choices(model, mesh, mesh_options_of(job))
+    policy = DATA_POLICIES[job.data_parallel_strategy if mesh.data_size > 1 else "ddp"]
     return PlannedMeshProgram(model, config, choices, activations), policy
 
 

@@ -32,6 +32,11 @@ class ReservedArray(np.memmap):
         memory = mmap.mmap(-1, max(1, nbytes), flags)
         return np.ndarray.__new__(cls, dims, dtype, buffer=memory)
 
+    _mmap = None
+
+    def __array_finalize__(self, other: Any) -> None:
+        """Do nothing: a view needs no attribute of a file."""
+
     def __setitem__(self, index: Any, value: Any) -> None:
         """Drop the values."""
 

@@ -18,7 +18,6 @@ from mpishard.models import (
     DATA_POLICIES,
     LocalLayers,
     MeshChoices,
-    MeshOptions,
     Policy,
     StageLayout,
     checked_mesh_options,
@@ -36,6 +35,7 @@ from mpishard.planning.backend import PlannedBackend, PlannedMesh
 from mpishard.planning.costs import Work, works_of
 from mpishard.planning.jobs import Job, UnplannableError, planned_model
 from mpishard.planning.machine import Link, Machine
+from mpishard.planning.rank_memory import mesh_options_of
 
 PARTS = ("computing", "messages", "bubble", "waiting", "update")
 """Parts of a step, in the order of tables and pictures."""
@@ -226,7 +226,8 @@ class _Stage:
     units: list[_UnitTimes]
     output_bytes: float
     rank: int = 0  # of the pipeline
-    recomputed: float = 0.0  # forward seconds that backward repeats
+    recomputed: float = 0.0  # seconds of forward that backward repeats, without its messages
+    sent_again: float = 0.0  # seconds of these messages
 
 
 class _Planner:
@@ -340,12 +341,8 @@ class _Planner:
     def _choices(self) -> MeshChoices:
         """Return the layers of each stage, as the run has them."""
         job = self._job
-        names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
-        given = {name: getattr(job, name) for name in names}
-        given |= {"partition_strategy": None, "order": job.order, "data_parallel_strategy": "ddp"}
         try:
-            options = MeshOptions(**checked_mesh_options(given))
-            choices = mesh_choices(self._model, self._mesh(0), options)
+            choices = mesh_choices(self._model, self._mesh(0), mesh_options_of(job))
         except ValueError as error:
             raise UnplannableError(f"mesh {job.sizes}: {error}") from None
         empty = sum(stop == start for start, stop in choices.stages)
@@ -429,7 +426,8 @@ class _Planner:
         segments = config.segments(infos, itemsize, keeps_last=keeps_last)
         # The layers of a chain are mostly alike: a part of them takes that part of the time.
         again = sum(len(segment) for segment in segments) / len(infos)
-        stage.recomputed = again * sum(unit.forward + unit.sent_forward for unit in stage.units)
+        stage.recomputed = again * sum(unit.forward for unit in stage.units)
+        stage.sent_again = again * sum(unit.sent_forward for unit in stage.units)
 
     # ----------------------------------------------------------------------------------- messages
 
@@ -503,7 +501,7 @@ class _Planner:
         both, ends = _Lane(), [0.0]
         if stage.recomputed:
             both.compute(stage.recomputed)
-            both.stop(sum(gathered))
+            both.stop(stage.sent_again + sum(gathered))
         again = [
             (unit, 0.0 if unit.is_kept else seconds)
             for unit, seconds in zip(stage.units, gathered, strict=True)

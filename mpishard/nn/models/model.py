@@ -199,6 +199,11 @@ class Model(PlainModelFiles, LayeredModelMembers, ILayeredModel):
 
     # --------------------------------------------------------------------------------- parameters
 
+    @property
+    def has_parameters(self) -> bool:
+        """True if this object holds an array of parameters, which are made on first use."""
+        return self._vector.values is not None
+
     def _require_parameters(self) -> None:
         """Refuse a call that needs the parameters, if a wrapper holds them."""
         if self._holder is not None:
