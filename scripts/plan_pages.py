@@ -6,8 +6,8 @@ python scripts/plan_pages.py curves docs/images/scaling.png
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
 
 from mpishard import nn
 from mpishard.observe import Curve, Panel, plot_panels
@@ -29,7 +29,7 @@ MEGATRON = (
     (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
 )
 _TOKENS, _WORDS = 2048, 51_200
-_PEAK, _EFFICIENCY = 312e12, 0.68
+_PEAK, _EFFICIENCY = 312e12, 0.63
 _AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers=1)
 
 
@@ -110,66 +110,61 @@ def cpu_nodes(gigabits: float) -> Machine:
     )
 
 
+_BATCH = 512  # sequences of 1024 tokens: half a million tokens, as for GPT-2 and GPT-3
+
+
 def curves(path: str) -> None:
-    """Draw tokens per second and rank against the number of ranks."""
+    """Draw tokens per second against the number of ranks, and print where each line ends."""
     model = nn.GPT(vocabulary_size=50_257, context_length=1024, width=768, heads=12, layers=12)
     panels = []
+    print("| | 25 Gbit/s | 200 Gbit/s |\n|---|---|---|")
+    cells: dict[str, list[str]] = {}
     for gigabits in (25, 200):
         machine = cpu_nodes(gigabits)
-        lines = dict(_lines(model, machine))
-        panels.append(
-            Panel(
-                f"GPT of 163 million, {gigabits} Gbit/s, 16 ranks a host",
-                "ranks",
-                "tokens per second",
-                [Curve(name, list(x), list(y)) for name, (x, y) in lines.items()],
-            )
-        )
-        for name, (x, y) in lines.items():
-            print(gigabits, name, stops(x, y), [round(v) for v in y])
+        drawn = []
+        for name, jobs in _jobs().items():
+            ranks = [job.ranks for job in jobs]
+            rates = [1024 * plan_step(model, job, machine).samples_per_second for job in jobs]
+            drawn.append(Curve(name, ranks, rates))
+            cells.setdefault(name, []).append(_stop(ranks, rates))
+        title = f"{gigabits} Gbit/s between hosts of 16 ranks"
+        panels.append(Panel(title, "ranks", "tokens per second", drawn))
+    for name, found in cells.items():
+        print(f"| {name} | {' | '.join(found)} |")
     plot_panels(path, panels)
 
 
-RANKS = tuple(16 << k for k in range(9))
+def _jobs() -> dict[str, list[Job]]:
+    """Return the jobs of each curve, with a sequence for each data rank at least."""
+    jobs: dict[str, list[Job]] = {}
+    for ranks in (16 << k for k in range(9)):
+        for name in ("ddp", "zero2", "fsdp"):
+            if ranks <= _BATCH:
+                jobs.setdefault(name, []).append(Job(ranks, ranks // 16, name, batch_size=_BATCH))
+        for pipeline, tensor in ((1, 4), (4, 1), (4, 4)):
+            data = ranks // (pipeline * tensor)
+            if data <= _BATCH:
+                job = Job(
+                    ranks,
+                    ranks // 16,
+                    "hybrid",
+                    (pipeline, tensor, data),
+                    "zero1",
+                    batch_size=_BATCH,
+                    micro_batch_count=min(16, _BATCH // data) if pipeline > 1 else 1,
+                    schedule="1f1b",
+                    order=("pipeline", "data", "tensor"),
+                )
+                jobs.setdefault(f"{pipeline} x {tensor} x data", []).append(job)
+    return jobs
 
 
-def _lines(model: nn.GPT, machine: Machine) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
-    for name in ("ddp", "zero2", "fsdp"):
-        yield (
-            name,
-            _line(model, machine, lambda n, name=name: Job(n, n // 16, name, batch_size=4096)),
-        )  # type: ignore[misc]
-    for pipeline, tensor in ((1, 4), (4, 1)):
-
-        def job(n: int, pipeline: int = pipeline, tensor: int = tensor) -> Job:
-            return Job(
-                n,
-                n // 16,
-                "hybrid",
-                (pipeline, tensor, n // (pipeline * tensor)),
-                "zero1",
-                batch_size=4096,
-                micro_batch_count=min(8, 4096 * pipeline * tensor // n),
-                schedule="1f1b",
-                order=("pipeline", "data", "tensor"),
-            )
-
-        yield f"{pipeline} x {tensor} x data, zero1", _line(model, machine, job)
-
-
-def _line(model, machine, job):  # type: ignore[no-untyped-def]
-    plans = [plan_step(model, job(n), machine) for n in RANKS]
-    return list(RANKS), [1024 * plan.samples_per_second for plan in plans]
-
-
-def stops(ranks: list[int], rates: list[float]) -> int:
-    """Return the largest number of ranks whose doubling has paid by half or more."""
-    last = ranks[0]
-    for n, before, after in zip(ranks[1:], rates, rates[1:], strict=False):
+def _stop(ranks: list[int], rates: list[float]) -> str:
+    """Return the rank count after which twice the ranks give less than one and a half times."""
+    for position, (before, after) in enumerate(itertools.pairwise(rates)):
         if after < 1.5 * before:
-            break
-        last = n
-    return last
+            return f"{ranks[position]} ranks"
+    return f"pays up to {ranks[-1]}"
 
 
 if __name__ == "__main__":
