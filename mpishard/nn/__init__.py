@@ -41,7 +41,7 @@ from mpishard.nn.layers.layer import (
 )
 from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
-from mpishard.nn.layers.products import product, products_per_second
+from mpishard.nn.layers.products import add_column_sums, product, products_per_second
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, Loss
 from mpishard.nn.models.gpt import GPT, check_drawing, checked_prompt, draw, generate
 from mpishard.nn.models.linear_models import MLP, LinearModel, LinearRegression, LogisticRegression

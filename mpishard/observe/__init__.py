@@ -14,6 +14,7 @@ from mpishard.observe.metrics import MetricsWriter, parse_metrics, read_metrics
 from mpishard.observe.plots import (
     BLUE,
     GREY,
+    PALETTE,
     Curve,
     Panel,
     losses_of,

@@ -6,19 +6,42 @@ row of it, and ``advice.py`` words for it. A row is measured: ``passes.py`` runs
 engine, stores and schedule with layers that compute nothing, ``backend.py`` has a rank of a world
 that does not exist, and ``reserved.py`` arrays without memory.
 
+``machine.py`` has the speeds of a machine, ``costs.py`` the work of each layer, ``step.py`` the
+time of a step that follows from both, and ``mesh.py`` the fastest way that fits a memory.
+
 This room makes no formulae of its own: it asks the layouts, policies, stores, layers and schedules
 that a run asks. It imports models, optimizers, pipeline, nn, sharding, communication and observe.
 """
 
+from mpishard.planning.costs import works_of
 from mpishard.planning.jobs import Job, UnplannableError, planned_model
-from mpishard.planning.memory import COLUMNS, MemoryPlan, plan_memory
+from mpishard.planning.machine import Link, Machine, MachineError, PassRate, ProductRate
+from mpishard.planning.memory import COLUMNS, DATA_STRATEGIES, MemoryPlan, plan_memory
+from mpishard.planning.mesh import Candidate, MeshPlan, plan_mesh
 from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of
+from mpishard.planning.step import PARTS, StepPlan, plan_step
 
 __all__ = [
+    "COLUMNS",
+    "DATA_STRATEGIES",
+    "PARTS",
+    "Candidate",
     "Job",
+    "Link",
+    "Machine",
+    "MachineError",
     "MemoryPlan",
     "MemoryRow",
     "MemoryUse",
+    "MeshPlan",
+    "PassRate",
+    "ProductRate",
+    "StepPlan",
     "UnplannableError",
+    "memory_of",
     "plan_memory",
+    "plan_mesh",
+    "plan_step",
+    "planned_model",
+    "works_of",
 ]

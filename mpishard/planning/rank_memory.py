@@ -153,7 +153,7 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
             f"{type(model).__name__} is a black box, which a mesh does not divide: plan ddp, "
             "zero1, zero2 or fsdp"
         )
-    choices, infos = mesh_choices(model, mesh, _mesh_options(job)), model.get_all_layer_info()
+    choices, infos = mesh_choices(model, mesh, mesh_options_of(job)), model.get_all_layer_info()
     count = choices.micro_batch_count
     for rank in range(mesh.pipeline_size):
         layers = [infos[slice(*choices.stages[stage])] for stage in choices.stages_of(rank)]
@@ -169,13 +169,12 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
         yield tuple(kinds), tuple(map(len, layers)), tuple(order), ends
 
 
-def _mesh_options(job: Job) -> MeshOptions:
+def mesh_options_of(job: Job) -> MeshOptions:
+    """Return the options of a mesh model for the job."""
     names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
     given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
-    order = ("pipeline", "tensor", "data")
-    return MeshOptions(
-        **checked_mesh_options({**given, "partition_strategy": None, "order": order})
-    )
+    given |= {"partition_strategy": None, "order": job.order}
+    return MeshOptions(**checked_mesh_options(given))
 
 
 def parameter_count(model: Any) -> int:
@@ -242,8 +241,8 @@ def _program(
         if isinstance(model, IPlaceableModel):
             return PlacedProgram(model, config), policy
         return OpaqueProgram(model, config.communication_backend), policy
-    mesh = PlannedMesh(config.communication_backend, *job.sizes)
-    choices = mesh_choices(model, mesh, _mesh_options(job))
+    mesh = PlannedMesh(config.communication_backend, *job.sizes, order=job.order)
+    choices = mesh_choices(model, mesh, mesh_options_of(job))
     policy = DATA_POLICIES[job.data_parallel_strategy if mesh.data_size > 1 else "ddp"]
     return PlannedMeshProgram(model, config, choices, activations), policy
 

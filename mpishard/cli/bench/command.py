@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,10 +14,12 @@ from typer.main import get_command
 
 from mpishard.base import MPIUnavailableError
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
+from mpishard.cli.bench.machine import MachineBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, StepBenchmark
+from mpishard.cli.machine import describe_machine
 from mpishard.cli.outputs import check_output, check_png, write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing
+from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing, say
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.observe import plot_panels
@@ -116,6 +119,30 @@ def step(
     _measure(context, benchmark, ranks, world_size, json, plot)
 
 
+@bench.command()
+def machine(
+    context: typer.Context,
+    output: Annotated[
+        Path, typer.Option("--json", metavar="FILE", help="Machine file to write.")
+    ] = Path("machine.json"),
+    repeats: Annotated[int, _count("Number of times of each call; the fastest counts.")] = 15,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """Measure this machine for `mpishard plan step`, with all ranks of a node at work."""
+    check_output("bench", "--json", output)
+    benchmark = MachineBenchmark(repeats)
+
+    def body(backend: CommunicationBackend) -> None:
+        found = benchmark.run(backend)
+        if backend.rank == 0:
+            show(benchmark.table(found))
+            found.write(output, measured_on=describe_machine())
+            say("bench", f"wrote {output}")
+
+    _on_ranks(context, body, ranks, world_size)
+
+
 def _measure(
     context: typer.Context,
     benchmark: Any,
@@ -132,15 +159,6 @@ def _measure(
     # Before minutes of measurements, whose result could not be written.
     check_output("bench", "--json", json)
     check_png("bench", "--plot", plot)
-    if ranks and threads:
-        refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
-    # A rank has the words of the user, -n among them, and must not start ranks again.
-    starts_ranks = bool(ranks or threads) and context.obj is not _RANK
-    check_start("bench", "leave out -n and --world-size", starts_ranks=starts_ranks)
-    if ranks and starts_ranks:
-        words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
-        # Replaces this process, so that signals reach the job and its exit code is returned.
-        os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
 
     def body(backend: CommunicationBackend) -> None:
         results = benchmark.run(backend)
@@ -152,6 +170,26 @@ def _measure(
             write_json(json, {"world_size": backend.world_size, benchmark.key: rows})
         if plot is not None:
             plot_panels(plot, benchmark.panels(results, backend.world_size))
+
+    _on_ranks(context, body, ranks, threads)
+
+
+def _on_ranks(
+    context: typer.Context,
+    body: Callable[[CommunicationBackend], None],
+    ranks: int,
+    threads: int,
+) -> None:
+    """Run ``body`` on new MPI ranks, on threads, or on the ranks of the running job."""
+    if ranks and threads:
+        refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
+    # A rank has the words of the user, -n among them, and must not start ranks again.
+    starts_ranks = bool(ranks or threads) and context.obj is not _RANK
+    check_start("bench", "leave out -n and --world-size", starts_ranks=starts_ranks)
+    if ranks and starts_ranks:
+        words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
+        # Replaces this process, so that signals reach the job and its exit code is returned.
+        os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
 
     with refusing("bench", errors=(MPIUnavailableError,)):
         # Without -n and --world-size these are the ranks of the user's own launcher.

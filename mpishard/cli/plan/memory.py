@@ -92,7 +92,7 @@ def memory(
             load_factory(target, RETURNS),
             ranks,
             hosts,
-            meshes=None if mesh is None else [_sizes(text) for text in mesh],
+            meshes=None if mesh is None else [sizes_of_mesh(text) for text in mesh],
             host_memory=limit,
             data_parallel_strategy=data_strategy,
             batch_size=batch_size,
@@ -109,7 +109,8 @@ def memory(
     _show(plan)
 
 
-def _sizes(text: str) -> tuple[int, int, int]:
+def sizes_of_mesh(text: str) -> tuple[int, int, int]:
+    """Return the sizes that ``4x2x8`` names: pipeline, tensor, data."""
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if found is None:
         raise UnplannableError(f"--mesh is pipeline x tensor x data, as 4x2x8, got {text!r}")

@@ -1,0 +1,163 @@
+"""The fastest way to train a model on given ranks that fits the memory of their hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpishard.contracts import ILayeredModel
+from mpishard.pipeline import ActivationCheckpointConfig
+from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.machine import Machine
+from mpishard.planning.memory import DATA_STRATEGIES
+from mpishard.planning.rank_memory import memory_of
+from mpishard.planning.step import StepPlan, plan_step
+
+_SCHEDULES = ("1f1b", "zb-h1")
+"""Schedules that are tried: gpipe is never faster than 1f1b, and needs more memory."""
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A job that was considered.
+
+    Parameters
+    ----------
+    step : StepPlan
+        Time of its step.
+    host_bytes : int or None
+        Memory of a host; None if a faster job was chosen before it was planned.
+    missing : int
+        Bytes that a host lacks; 0 if it fits, or was not planned.
+    """
+
+    step: StepPlan
+    host_bytes: int | None = None
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """The choice among all jobs that were considered.
+
+    Parameters
+    ----------
+    chosen : Candidate or None
+        The fastest that fits; None if none does.
+    candidates : tuple of Candidate
+        All of them, the fastest first.
+    refused : tuple of (str, str)
+        Meshes on which the model cannot be computed, and why.
+    """
+
+    chosen: Candidate | None
+    candidates: tuple[Candidate, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+def plan_mesh(
+    model: Callable[..., Any] | object,
+    job: Job,
+    machine: Machine,
+    host_memory: int,
+    *,
+    precisions: Sequence[str | None] = (None,),
+) -> MeshPlan:
+    """Choose mesh, strategy, schedule, micro-batches and recomputation. Allocates nothing.
+
+    Parameters
+    ----------
+    model : model or callable
+        A model of layers, or a factory of one.
+    job : Job
+        Ranks, hosts, batch and rule; its other choices are replaced.
+    machine : Machine
+        Speeds.
+    host_memory : int
+        Bytes that a host has.
+    precisions : sequence of str or None
+        Precisions that are tried.
+
+    Raises
+    ------
+    UnplannableError
+        If the model has no layers.
+    MachineError
+        If the machine file lacks a speed that is needed.
+    """
+    model = planned_model(model)
+    steps: list[StepPlan] = []
+    refused: dict[str, str] = {}
+    # One batch for all, because a mesh with fewer data ranks would otherwise do less work.
+    job = replace(job, batch_size=job.batch_size or 8 * job.ranks)
+    for candidate in _jobs(model, job, precisions):
+        words = "x".join(map(str, candidate.sizes))
+        if words in refused:
+            continue
+        try:
+            steps.append(plan_step(model, candidate, machine))
+        except UnplannableError as error:
+            if candidate.sizes == (1, 1, job.ranks) and candidate.micro_batch_count == 1:
+                raise
+            # Too many micro-batches for this batch say nothing about the mesh.
+            if candidate.micro_batch_count == 1:
+                refused[words] = str(error)
+    steps.sort(key=lambda step: step.seconds)
+    found: list[Candidate] = []
+    chosen = None
+    for step in steps:
+        if chosen is not None:
+            found.append(Candidate(step))
+            continue
+        try:
+            nbytes = memory_of(model, step.job).host.total
+        except UnplannableError as error:
+            refused["x".join(map(str, step.job.sizes))] = str(error)
+            continue
+        found.append(Candidate(step, nbytes, max(0, nbytes - host_memory)))
+        if nbytes <= host_memory:
+            chosen = found[-1]
+    return MeshPlan(chosen, tuple(found), tuple(refused.items()))
+
+
+def _jobs(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[Job]:
+    """Yield all jobs to consider; those without a mesh first."""
+    layers = len(model.layers) if isinstance(model, ILayeredModel) else 1
+    for precision in precisions:
+        own = replace(job, precision=precision, micro_batch_count=1, checkpoint_config=None)
+        for strategy in DATA_STRATEGIES:
+            yield replace(own, strategy=strategy)
+        for pipeline, tensor in _meshes(job, layers):
+            mesh = (pipeline, tensor, job.ranks // (pipeline * tensor))
+            strategies = DATA_STRATEGIES if mesh[2] > 1 else ("ddp",)
+            for again in (None, _AGAIN):
+                for strategy in strategies:
+                    for count in _MICRO_BATCHES:
+                        if pipeline * tensor * count == 1 and again is None:
+                            continue  # the strategy itself, above
+                        for schedule in _SCHEDULES if pipeline > 1 else (None,):
+                            yield replace(
+                                own,
+                                strategy="hybrid",
+                                mesh=mesh,
+                                data_parallel_strategy=strategy,
+                                micro_batch_count=count,
+                                schedule=schedule,
+                                checkpoint_config=again,
+                            )
+
+
+def _meshes(job: Job, layers: int) -> Iterator[tuple[int, int]]:
+    """Yield pipeline and tensor sizes that divide the ranks; tensor groups stay on a host."""
+    for tensor in _divisors(job.ranks_per_host):
+        for pipeline in _divisors(job.ranks // tensor):
+            if pipeline <= layers:
+                yield pipeline, tensor
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

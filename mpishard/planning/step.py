@@ -1,0 +1,586 @@
+"""Time of a training step, and where it goes: computing, messages, bubble, waiting and update.
+
+A rank's micro-batch is timed unit by unit: its layers compute at the machine's rates, while gathers
+and reductions between hosts use the network. The schedule's clock (`mpishard.pipeline`) makes the
+step of these times; plain training is the schedule of one stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpishard.contracts import ILayeredModel, LayerInfo
+from mpishard.distributed import DistributedStrategy
+from mpishard.models import (
+    DATA_POLICIES,
+    LocalLayers,
+    MeshChoices,
+    Policy,
+    StageLayout,
+    checked_mesh_options,
+    mesh_choices,
+    whole_layers,
+)
+from mpishard.pipeline import (
+    GPipeSchedule,
+    IPipelineSchedule,
+    StageTimes,
+    most_saved,
+    run_clock,
+)
+from mpishard.planning.backend import PlannedBackend, PlannedMesh
+from mpishard.planning.costs import Work, works_of
+from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.machine import Link, Machine
+from mpishard.planning.rank_memory import mesh_options_of
+
+PARTS = ("computing", "messages", "bubble", "waiting", "update")
+"""Parts of a step, in the order of tables and pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Planned time of one step of a job.
+
+    Parameters
+    ----------
+    job : Job
+        The run.
+    computing : float
+        Seconds in layers and loss: the mean of the pipeline's ranks, as all parts are.
+    messages : float
+        Seconds in which a rank does nothing but send, receive and add.
+    bubble : float
+        Seconds in which it waits for other stages of the pipeline.
+    waiting : float
+        Seconds in which ranks wait until all have come: the totals of the step, and its end.
+    update : float
+        Seconds of the update and of publishing its result.
+    sent_bytes : int
+        Bytes that all ranks of a data axis send to other hosts, for gradients and parameters.
+    """
+
+    job: Job
+    computing: float
+    messages: float
+    bubble: float
+    waiting: float
+    update: float
+    sent_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        parts: list[float] = [getattr(self, part) for part in PARTS]
+        return sum(parts)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of all ranks in a second."""
+        return self.job.samples / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {
+            "strategy": self.job.strategy,
+            "ranks": self.job.ranks,
+            "hosts": self.job.hosts,
+            "mesh": list(self.job.sizes),
+            "data_parallel_strategy": data_strategy(self.job),
+            "schedule": schedule_of(self.job).name if self.job.sizes[0] > 1 else None,
+            "micro_batch_count": self.job.micro_batch_count,
+            "precision": self.job.precision,
+            "seconds": self.seconds,
+            **{part: getattr(self, part) for part in PARTS},
+            "samples_per_second": self.samples_per_second,
+            "sent_bytes": self.sent_bytes,
+        }
+
+
+def plan_step(model: Callable[..., Any] | object, job: Job, machine: Machine) -> StepPlan:
+    """Plan the time of a step. Nothing of the model is allocated.
+
+    Parameters
+    ----------
+    model : model or callable
+        A model of layers, or a factory of one.
+    job : Job
+        The run.
+    machine : Machine
+        Speeds of each host, and of the network.
+
+    Raises
+    ------
+    UnplannableError
+        If the model has no layers, or does not fit the mesh.
+    MachineError
+        If the machine file lacks a speed that is needed.
+
+    Examples
+    --------
+    >>> import mpishard as ms
+    >>> from mpishard.planning import Job, Link, Machine, ProductRate, plan_step
+    >>> products = (ProductRate("float32", 256, 256, 256, 1e11),)
+    >>> machine = Machine("by hand", 4, products, (1e10,), Link(1e-5, 1e9), Link(5e-5, 3e9))
+    >>> model = ms.nn.MLP([1024] * 9, dtype="float32")
+    >>> plan = plan_step(model, Job(ranks=8, hosts=2, strategy="zero2", batch_size=512), machine)
+    >>> plan.sent_bytes == 2 * 4 * model.parameter_count
+    True
+    """
+    model = planned_model(model)
+    if not isinstance(model, ILayeredModel):
+        raise UnplannableError(
+            f"the step of a {type(model).__name__} cannot be planned, because it has no layers "
+            "whose products are known: measure it with `mpishard bench step`, or plan its memory"
+        )
+    return _Planner(model, job, machine).plan()
+
+
+def data_strategy(job: Job) -> str:
+    """Return the strategy of the data axis."""
+    if job.strategy in (DistributedStrategy.TENSOR_PARALLEL, DistributedStrategy.PIPELINE_PARALLEL):
+        return "ddp"
+    is_mesh = job.strategy == DistributedStrategy.HYBRID
+    return job.data_parallel_strategy if is_mesh else job.strategy
+
+
+def schedule_of(job: Job) -> IPipelineSchedule:
+    """Return the schedule that the job names, or that of a mesh model without one."""
+    found = checked_mesh_options({"schedule": job.schedule})["schedule"]
+    return found if isinstance(found, IPipelineSchedule) else GPipeSchedule()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Ranks of an axis: their hosts, and the share of a host's network that they have."""
+
+    nodes: tuple[int, ...]
+    ranks_per_host: int
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def hosts(self) -> int:
+        return len(set(self.nodes))
+
+    @property
+    def here(self) -> int:
+        """Ranks of the group on one host."""
+        return -(-self.size // self.hosts)
+
+    @property
+    def sharing(self) -> int:
+        """Groups of a host that use its network at once."""
+        return max(1, self.ranks_per_host // self.here)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The time line of one rank in a pass, and of the network."""
+
+    now: float = 0.0
+    network: float = 0.0
+    computing: float = 0.0
+    messages: float = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.computing += seconds
+
+    def stop(self, seconds: float) -> None:
+        """Communicate, and compute nothing."""
+        self.now += seconds
+        self.messages += seconds
+
+    def send(self, seconds: float) -> float:
+        """Start a collective between hosts; return the time of its end."""
+        self.network = max(self.now, self.network) + seconds
+        return self.network
+
+    def wait(self, end: float) -> None:
+        self.stop(max(0.0, end - self.now))
+
+
+@dataclass(slots=True)
+class _UnitTimes:
+    """Times of the layers of a unit for one micro-batch, and the length of its vector."""
+
+    elements: int
+    is_kept: bool
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    sent_forward: float = 0.0
+    sent_input: float = 0.0
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A stage of a rank: its units, and the bytes of the sample that leaves it."""
+
+    units: list[_UnitTimes]
+    output_bytes: float
+    rank: int = 0  # of the pipeline
+    recomputed: float = 0.0  # seconds of forward that backward repeats, without its messages
+    sent_again: float = 0.0  # seconds of these messages
+
+
+class _Planner:
+    """The model on one rank of each stage, timed by a machine."""
+
+    def __init__(self, model: ILayeredModel, job: Job, machine: Machine) -> None:
+        self._model, self._job, self._machine = model, job, machine
+        self._mixed = job.precision is not None
+        self._precision = job.precision or str(model.dtype)
+        itemsize = model.dtype.itemsize
+        self._gradient_bytes = itemsize
+        self._parameter_bytes = self._activation_bytes = 2 if self._mixed else itemsize
+        if job.samples_of_rank < job.micro_batch_count:
+            raise UnplannableError(
+                f"{job.samples_of_rank} samples of a rank cannot be cut into "
+                f"{job.micro_batch_count} micro-batches: give a batch of at least "
+                f"{job.micro_batch_count * job.sizes[2]} samples"
+            )
+        self._samples = -(-job.samples_of_rank // job.micro_batch_count)
+        self._is_mesh = job.strategy not in DATA_POLICIES
+        # The groups of the first rank, as the mesh places them; all others are like these.
+        mesh, per_host = self._mesh(0), job.ranks_per_host
+        self._data, self._tensor = (_Group(g.nodes, per_host) for g in (mesh.data, mesh.tensor))
+        self._pipeline_hosts = mesh.pipeline.nodes
+        self._schedule = schedule_of(job)
+        self._policy: Policy = DATA_POLICIES[data_strategy(job)]
+        self._sent = 0.0
+
+    def plan(self) -> StepPlan:
+        stages = self._stages()
+        job, machine = self._job, self._machine
+        at_once = self._policy.shards_gradients
+        passes = [self._pass(stage, reduces=at_once) for stage in stages]
+        times = StageTimes(
+            forward=[f.now for f, _, _ in passes],
+            backward_input=[i.now for _, i, _ in passes],
+            backward_weight=[w.now for _, _, w in passes],
+            communication=self._boundaries(stages),
+        )
+        count = job.micro_batch_count
+        pipeline = job.sizes[0]
+        ranks = run_clock(self._schedule, pipeline, count, times)
+        makespan = max(timed[-1].end for timed in ranks)
+        work = sum(done.duration for timed in ranks for done in timed) / pipeline
+        lanes = [lane for three in passes for lane in three]
+        computing = count * sum(lane.computing for lane in lanes) / pipeline
+        messages = count * sum(lane.messages for lane in lanes) / pipeline
+        if not at_once:  # the last micro-batch reduces all
+            last = [self._pass(stage, reduces=True) for stage in stages]
+            more = [
+                sum(b.now for b in new) - sum(b.now for b in old)
+                for new, old in zip(last, passes, strict=True)
+            ]
+            messages += max(more)
+        update, waiting = self._update(stages)
+        return StepPlan(
+            job,
+            computing + machine.step_seconds,
+            messages,
+            max(0.0, makespan - work),
+            waiting,
+            update,
+            round(self._sent_bytes(stages)),
+        )
+
+    # ------------------------------------------------------------------------------------- layers
+
+    def _stages(self) -> list[_Stage]:
+        """Return the global stages, each with its units on its first tensor rank."""
+        model = self._model
+        infos = model.get_all_layer_info()
+        shape = tuple(infos[0].input_shape)
+        minimum = self._job.minimum_parameter_group_size
+        if not self._is_mesh:
+            local = whole_layers(model, minimum)
+            kept = local.reused | {local.units[-1].index}
+            only, _ = self._stage(local, range(len(local.layers)), kept, shape)
+            self._add_loss(only, infos[-1].output_shape, 1)
+            return [only]
+        choices = self._choices()
+        job, stages = self._job, list[_Stage]()
+        # Layouts of each rank, by the number of the global stage, which the schedule places.
+        layouts: dict[int, tuple[int, int, StageLayout]] = {}
+        firsts = [self._mesh(0).rank_of(rank, 0, 0) for rank in range(job.sizes[0])]
+        for rank in range(job.sizes[0]):
+            mesh = self._mesh(firsts[rank])
+            layout = StageLayout(model, replace(choices, mesh=mesh), minimum)
+            for virtual, number in enumerate(choices.stages_of(rank)):
+                layouts[number] = rank, virtual, layout
+        for number in sorted(layouts):
+            rank, virtual, layout = layouts[number]
+            kept = layout.layers.reused
+            if job.micro_batch_count == len(layout.ranges) == 1 and layout.layers.units:
+                kept |= {layout.layers.units[-1].index}
+            layers = range(*layout.ranges[virtual])
+            stage, shape = self._stage(layout.layers, layers, kept, shape)
+            stage.rank = rank
+            order = self._schedule.get_schedule(rank, job.sizes[0], job.micro_batch_count)
+            own = infos[slice(*choices.stages[number])]
+            self._add_recomputing(stage, own, keeps_last=most_saved(order, virtual) == 1)
+            stages.append(stage)
+        split = job.sizes[1] if layouts[len(stages) - 1][2].splits_output else 1
+        self._add_loss(stages[-1], infos[-1].output_shape, split)
+        return stages
+
+    def _mesh(self, rank: int) -> PlannedMesh:
+        job = self._job
+        hosts = [each // job.ranks_per_host for each in range(job.ranks)]
+        return PlannedMesh(PlannedBackend(rank, hosts), *job.sizes, order=job.order)
+
+    def _choices(self) -> MeshChoices:
+        """Return the layers of each stage, as the run has them."""
+        job = self._job
+        try:
+            choices = mesh_choices(self._model, self._mesh(0), mesh_options_of(job))
+        except ValueError as error:
+            raise UnplannableError(f"mesh {job.sizes}: {error}") from None
+        empty = sum(stop == start for start, stop in choices.stages)
+        if empty:
+            raise UnplannableError(
+                f"mesh {job.sizes}: the layers leave {empty} of {len(choices.stages)} stages of "
+                "the pipeline empty: use fewer stages"
+            )
+        return choices
+
+    def _stage(
+        self,
+        local: LocalLayers,
+        layers: range,
+        kept: frozenset[int],
+        shape: tuple[int, ...],
+    ) -> tuple[_Stage, tuple[int, ...]]:
+        units: dict[int, _UnitTimes] = {}
+        current: _UnitTimes | None = None
+        waiting: list[Work] = []
+        for index in layers:
+            works, shape = works_of(local.layers[index].layer, shape, self._samples)
+            for unit in local.units_of(index):
+                if unit.index not in units:
+                    units[unit.index] = _UnitTimes(unit.length, unit.index in kept)
+                current = units[unit.index]
+            if current is None:  # layers before the first parameters
+                current = units.setdefault(-1, _UnitTimes(0, is_kept=True))
+            for work in works:
+                self._add(current, work, is_first=index == 0 and not waiting)
+        if not units:
+            units[-1] = _UnitTimes(0, is_kept=True)
+        size = self._samples * math.prod(shape) * self._activation_bytes
+        return _Stage(list(units.values()), size), shape
+
+    def _add(self, unit: _UnitTimes, work: Work, *, is_first: bool) -> None:
+        machine, precision = self._machine, self._precision
+        rate = machine.pass_rate(work.name, precision) if work.elements else None
+        if rate is not None:
+            forward, backward = rate.forward * work.elements, rate.backward * work.elements
+        else:  # the arrays are read and written, in backward with the gradients' ones
+            ranks = self._job.ranks_per_host
+            forward = machine.memory_seconds(work.arrays * self._activation_bytes, ranks)
+            backward = 1.5 * forward
+        call = machine.call_seconds
+        unit.forward += (
+            forward + call + sum(machine.product_seconds(precision, *p) for p in work.forward)
+        )
+        # A layer that makes no weight gradient has all its passes in the input's half.
+        unit.input += backward + call
+        if not is_first:
+            unit.input += sum(machine.product_seconds(precision, *p) for p in work.input)
+        weight = sum(machine.product_seconds(precision, *p) for p in work.weight)
+        unit.weight += weight
+        unit.sent_forward += sum(
+            self._tensor_seconds(s.passes, s.elements) for s in work.sent_forward
+        )
+        for sent in work.sent_backward:
+            seconds = self._tensor_seconds(sent.passes, sent.elements)
+            # Between hosts the weight's product is computed meanwhile; on a node ranks copy.
+            hidden = weight if sent.overlaps and self._tensor.hosts > 1 else 0.0
+            unit.sent_input += max(0.0, seconds - hidden)
+
+    def _add_loss(self, stage: _Stage, shape: tuple[int, ...], split: int) -> None:
+        loss = getattr(self._model, "default_loss_function", None)
+        elements = self._samples * math.prod(shape) / split
+        rate = self._machine.pass_rate(type(loss).__name__, "float32")
+        if rate is not None:
+            seconds = (rate.forward + rate.backward) * elements
+        else:
+            seconds = self._machine.memory_seconds(6 * 4 * elements, self._job.ranks_per_host)
+        stage.units[-1].forward += seconds
+
+    def _add_recomputing(
+        self, stage: _Stage, infos: Sequence[LayerInfo], *, keeps_last: bool
+    ) -> None:
+        config = self._job.checkpoint_config
+        if config is None or not infos:
+            return
+        itemsize = self._model.dtype.itemsize
+        segments = config.segments(infos, itemsize, keeps_last=keeps_last)
+        # The layers of a chain are mostly alike: a part of them takes that part of the time.
+        again = sum(len(segment) for segment in segments) / len(infos)
+        stage.recomputed = again * sum(unit.forward for unit in stage.units)
+        stage.sent_again = again * sum(unit.sent_forward for unit in stage.units)
+
+    # ----------------------------------------------------------------------------------- messages
+
+    def _between_hosts(self, group: _Group) -> Link:
+        link = self._machine.between_hosts()
+        return replace(link, bytes_per_second=link.bytes_per_second / group.sharing)
+
+    def _tensor_seconds(self, passes: int, elements: float) -> float:
+        """Return the time of a collective on the tensor axis, on arrays of ``elements``."""
+        group = self._tensor
+        if group.size == 1:
+            return 0.0
+        nbytes = passes * elements * self._activation_bytes
+        seconds = 0.0
+        if group.here > 1:
+            node = self._machine.node
+            seconds += node.seconds(nbytes * (group.here - 1) / group.here, passes)
+        if group.hosts > 1:
+            link = self._between_hosts(group)
+            others = group.hosts - 1
+            seconds += link.collective_seconds(nbytes * others / group.hosts, others, passes)
+        return seconds
+
+    def _reduce_seconds(self, elements: int) -> tuple[float, float]:
+        """Return the time in which a rank adds gradients of its host, and that of the network."""
+        group = self._data
+        if group.size == 1 or not elements:
+            return 0.0, 0.0
+        nbytes = elements * self._gradient_bytes
+        own = 0.0
+        if group.here > 1:
+            moved = nbytes * (group.here + 1) / group.here
+            own = self._machine.memory_seconds(moved, self._job.ranks_per_host)
+            own += self._machine.node.latency
+        if group.hosts == 1:
+            return own, 0.0
+        others = group.hosts - 1
+        passes = 1 if self._policy.shards_state else 2
+        sent = passes * nbytes * others / group.hosts
+        return own, self._between_hosts(group).collective_seconds(sent, others, passes)
+
+    def _gather_seconds(self, elements: int) -> float:
+        group = self._data
+        if group.hosts == 1 or not elements:
+            return 0.0
+        others = group.hosts - 1
+        nbytes = elements * self._parameter_bytes * others / group.hosts
+        return self._between_hosts(group).collective_seconds(nbytes, others)
+
+    def _boundaries(self, stages: Sequence[_Stage]) -> list[float]:
+        hosts = self._pipeline_hosts
+        seconds = []
+        for number in range(len(stages) - 1):
+            is_near = hosts[stages[number].rank] == hosts[stages[number + 1].rank]
+            link = self._machine.node if is_near else self._machine.between_hosts()
+            sharing = 1 if is_near else self._job.ranks_per_host
+            seconds.append(link.seconds(stages[number].output_bytes * sharing))
+        return seconds
+
+    def _pass(self, stage: _Stage, *, reduces: bool) -> tuple[_Lane, _Lane, _Lane]:
+        """Return the forward, the input's and the weight's half of backward, of a micro-batch."""
+        gathered = [
+            self._gather_seconds(u.elements) if self._policy.shards_parameters else 0.0
+            for u in stage.units
+        ]
+        forward = _Lane()
+        for unit in _prefetched(forward, list(zip(stage.units, gathered, strict=True))):
+            forward.compute(unit.forward)
+            forward.stop(unit.sent_forward)
+        # Both halves run unit by unit, unless the schedule keeps them apart.
+        both, ends = _Lane(), [0.0]
+        if stage.recomputed:
+            both.compute(stage.recomputed)
+            both.stop(stage.sent_again + sum(gathered))
+        again = [
+            (unit, 0.0 if unit.is_kept else seconds)
+            for unit, seconds in zip(stage.units, gathered, strict=True)
+        ]
+        for unit in _prefetched(both, again[::-1]):
+            both.compute(unit.input + unit.weight)
+            both.stop(unit.sent_input)
+            if reduces and unit.elements:
+                both.compute(self._machine.unit_seconds)
+                own, network = self._reduce_seconds(unit.elements)
+                both.stop(own)
+                ends.append(both.send(network) if network else 0.0)
+        both.wait(max(ends))
+        weight_share = sum(unit.weight for unit in stage.units)
+        weight = _Lane(now=weight_share, computing=weight_share)
+        rest = _Lane(
+            now=both.now - weight_share,
+            computing=both.computing - weight_share,
+            messages=both.messages,
+        )
+        return forward, rest, weight
+
+    # ------------------------------------------------------------------------------------- update
+
+    def _update(self, stages: Sequence[_Stage]) -> tuple[float, float]:
+        """Return the time of the update with its publishing, and that of the step's totals."""
+        machine, job, group = self._machine, self._job, self._data
+        per_rank = [0] * job.sizes[0]
+        for stage in stages:
+            per_rank[stage.rank] += sum(unit.elements for unit in stage.units)
+        elements = max(per_rank)
+        owned = elements / group.size if self._policy.shards_state else elements
+        rate = machine.pass_rate(type(job.optimizer).__name__, str(self._model.dtype))
+        itemsize = self._model.dtype.itemsize
+        if rate is not None:
+            seconds = owned * rate.forward
+        else:
+            moved = 3 + 2 * len(job.optimizer.needed_state())
+            seconds = machine.memory_seconds(owned * moved * itemsize, job.ranks_per_host)
+        # The norm of the gradient reads the rank's share once; mixed precision writes copies.
+        read = elements / group.size * itemsize + (owned * 6 if self._mixed else 0)
+        seconds += machine.memory_seconds(read, job.ranks_per_host)
+        if group.hosts > 1 and self._policy.shards_state and not self._policy.shards_parameters:
+            seconds += sum(
+                self._gather_seconds(unit.elements)
+                for stage in stages
+                for unit in stage.units
+                if stage.rank == 0
+            )
+        if job.ranks == 1:
+            return seconds, 0.0
+        fences = 2 * machine.node.latency * (job.ranks_per_host > 1)
+        if job.hosts > 1:
+            fences += 2 * math.ceil(math.log2(job.hosts)) * machine.between_hosts().latency
+        return seconds, fences
+
+    def _sent_bytes(self, stages: Sequence[_Stage]) -> float:
+        """Return the bytes that a data axis sends between hosts in a step."""
+        others = self._data.hosts - 1
+        policy, count = self._policy, self._job.micro_batch_count
+        total = 0.0
+        for stage in stages:
+            for unit in stage.units:
+                gradients = unit.elements * self._gradient_bytes
+                parameters = unit.elements * self._parameter_bytes
+                if not policy.shards_state:
+                    total += 2 * gradients
+                elif not policy.shards_parameters:
+                    total += gradients * (count if policy.shards_gradients else 1) + parameters
+                else:
+                    total += count * (gradients + parameters * (1 if unit.is_kept else 2))
+        return total * others
+
+
+def _prefetched(lane: _Lane, units: Sequence[tuple[_UnitTimes, float]]) -> Iterator[_UnitTimes]:
+    """Yield each unit when it is gathered, in the seconds beside it; the next is fetched then."""
+    ready = lane.send(units[0][1]) if units[0][1] else 0.0
+    for position, (unit, _) in enumerate(units):
+        lane.wait(ready)
+        following = units[position + 1][1] if position + 1 < len(units) else 0.0
+        ready = lane.send(following) if following else 0.0
+        yield unit

@@ -1,0 +1,258 @@
+"""Planned steps: their parts, what they send, and machine files. No test depends on a time."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard import run_in_threads
+from mpishard.planning import (
+    PARTS,
+    Job,
+    Link,
+    Machine,
+    MachineError,
+    PassRate,
+    ProductRate,
+    UnplannableError,
+    plan_mesh,
+    plan_step,
+    works_of,
+)
+from mpishard.tensor import partition_chain
+
+RATE = 1e11
+MACHINE = Machine(
+    "by hand",
+    4,
+    (ProductRate("float32", 256, 256, 256, RATE), ProductRate("bfloat16", 256, 256, 256, 2 * RATE)),
+    (1e10, 8e9),
+    Link(1e-6, 4e9),
+    Link(1e-5, 1e9, 1e-6),
+    (PassRate("AdamW", "float32", 1e-9),),
+)
+
+
+def mlp():
+    return ms.nn.MLP([64] * 5, dtype="float32")
+
+
+def gpt(**sizes):
+    usual = {"vocabulary_size": 32, "context_length": 16, "width": 32, "heads": 4, "layers": 4}
+    return ms.nn.GPT(**usual | sizes)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_bytes_between_hosts_are_those_of_a_run(monkeypatch, strategy):
+    """Each rank is a node, so that every byte of the traffic ledger is a message."""
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "4")
+    x = np.ones((8, 64), np.float32)
+
+    def sent(backend):
+        config = ms.ShardingConfiguration(backend)
+        model = ms.as_distributed(mlp(), config, strategy)
+        optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-3), config, strategy)
+        optimizer.step(model, x, x)
+        backend.traffic.reset()
+        optimizer.step(model, x, x)
+        return backend.traffic.total_bytes
+
+    scalars = 4 * 3 * 7 * 4  # the totals of a step
+    planned = plan_step(mlp(), Job(4, 4, strategy, batch_size=32), MACHINE).sent_bytes
+    assert planned <= sum(run_in_threads(4, sent)) <= planned + 2 * scalars
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_collectives_of_split_layers_are_those_of_a_pass(monkeypatch, sequence_parallel):
+    monkeypatch.setenv("MPISHARD_ARENA", "off")
+    model = gpt(layers=1)
+    layers = dict(zip([i.name for i in model.get_all_layer_info()], model.layers, strict=True))
+    x = np.zeros((2, 16), np.int64)
+
+    def sent(backend):
+        part = partition_chain(layers, backend, sequence_parallel=sequence_parallel)
+        shape, planned = (16,), 0
+        total = backend.traffic.total_bytes
+        y, saved = x, []
+        for layer in part.layers.values():
+            works, shape = works_of(layer, shape, len(x))
+            for work in works:
+                planned += sum(s.passes * s.elements for s in work.sent_forward)
+                planned += sum(s.passes * s.elements for s in work.sent_backward)
+            p = _views(layer)
+            y, own = layer.forward(p, y, ms.nn.Context())
+            saved.append((layer, p, own))
+        assert y.shape[1:] == shape
+        for layer, p, own in reversed(saved):
+            y = layer.backward(p, own, y, _views(layer))
+        # Each rank sends its part of what all ranks send, passes (t - 1) S.
+        return backend.traffic.total_bytes - total, 4 * planned
+
+    results = run_in_threads(2, sent)
+    assert sum(measured for measured, _ in results) == results[0][1]
+
+
+def _views(layer):
+    """Return zeros for the parameters of a layer, nested as it reads them."""
+    found = {name: np.zeros(s.shape, np.float32) for name, s in layer.parameters.items()}
+    return found | {name: _views(child) for name, child in layer.children.items()}
+
+
+def test_products_are_the_time_of_a_step_on_one_rank():
+    machine = Machine("fast", 1, MACHINE.products, (1e30,), MACHINE.node)
+    model = ms.nn.MLP([256, 256, 256], dtype="float32")
+    plan = plan_step(model, Job(1, strategy="ddp", batch_size=256), machine)
+    # Three products a layer, but no input gradient of the first.
+    assert plan.seconds == pytest.approx(5 * 2 * 256**3 / RATE)
+    assert plan.computing == plan.seconds
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_bubble_of_a_pipeline_shrinks_with_micro_batches(schedule):
+    few, many = (
+        plan_step(
+            gpt(),
+            Job(2, 1, "hybrid", (2, 1, 1), batch_size=64, micro_batch_count=m, schedule=schedule),
+            MACHINE,
+        )
+        for m in (4, 32)
+    )
+    assert 0 < many.bubble / many.seconds < few.bubble / few.seconds
+    for plan in (few, many):
+        assert plan.seconds == pytest.approx(sum(getattr(plan, part) for part in PARTS))
+
+
+def test_overlap_waiting_and_sharing():
+    def on(ranks, hosts, strategy="zero2", machine=MACHINE, **options):
+        job = Job(ranks, hosts, strategy, batch_size=64 * ranks, **options)
+        return plan_step(ms.nn.MLP([256] * 5, dtype="float32"), job, machine)
+
+    assert on(4, 1).sent_bytes == 0
+    near, far = on(4, 1), on(4, 4)
+    # Four ranks of a host share its memory.
+    assert near.computing > far.computing
+    assert near.messages < far.messages
+    # Two ranks of a host share its network.
+    assert on(8, 4).messages > far.messages
+    slow = Machine(**{**_fields(MACHINE), "network": Link(1e-5, 1e8)})
+    assert on(4, 4, machine=slow).messages > 4 * far.messages
+    # Without a network only one host can be planned.
+    alone = Machine(**{**_fields(MACHINE), "network": None})
+    assert on(4, 1, machine=alone).seconds == near.seconds
+    with pytest.raises(MachineError, match="measure it on two hosts"):
+        on(4, 4, machine=alone)
+
+
+def test_tensor_axis_on_one_host_is_faster_than_across():
+    job = Job(4, 2, "hybrid", (1, 2, 2), batch_size=32)
+    model = gpt(width=128)
+    across = plan_step(model, job, MACHINE)
+    near = plan_step(
+        model,
+        Job(4, 2, "hybrid", (1, 2, 2), batch_size=32, order=("pipeline", "data", "tensor")),
+        MACHINE,
+    )
+    assert near.messages < across.messages
+
+
+def test_recomputation_and_precision():
+    again = ms.pipeline.ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers=1)
+    plain, repeated, rounded = (
+        plan_step(
+            gpt(), Job(2, 1, "hybrid", (2, 1, 1), batch_size=8, micro_batch_count=4, **o), MACHINE
+        )
+        for o in ({}, {"checkpoint_config": again}, {"precision": "bfloat16"})
+    )
+    assert rounded.computing < plain.computing < repeated.computing < 1.5 * plain.computing
+
+
+def test_refusals():
+    with pytest.raises(UnplannableError, match="has no layers"):
+        plan_step(_BlackBox(), Job(2), MACHINE)
+    with pytest.raises(UnplannableError, match="of 64 stages of the pipeline empty"):
+        plan_step(mlp(), Job(64, 1, "hybrid", (64, 1, 1)), MACHINE)
+    with pytest.raises(UnplannableError, match="cannot be cut into 16 micro-batches"):
+        plan_step(mlp(), Job(2, 1, "pipeline", batch_size=8, micro_batch_count=16), MACHINE)
+    with pytest.raises(MachineError, match="no products in float64, only in bfloat16, float32"):
+        plan_step(ms.nn.MLP([8, 8], dtype="float64"), Job(2), MACHINE)
+
+
+class _BlackBox:
+    def get_parameters(self):
+        return np.zeros(3)
+
+
+def test_mesh_is_the_fastest_that_fits():
+    job = Job(4, 2, batch_size=32)
+    free = plan_mesh(gpt(), job, MACHINE, 1 << 40)
+    assert free.chosen is free.candidates[0]
+    limit = free.chosen.host_bytes - 1
+    tight = plan_mesh(gpt(), job, MACHINE, limit)
+    assert tight.chosen.host_bytes <= limit
+    before = tight.candidates[: tight.candidates.index(tight.chosen)]
+    assert before
+    assert all(each.missing == each.host_bytes - limit > 0 for each in before)
+    times = [each.step.seconds for each in tight.candidates]
+    assert times == sorted(times)
+    assert {each.step.job.samples for each in tight.candidates} == {32}
+    assert plan_mesh(gpt(), job, MACHINE, 1000).chosen is None
+
+
+# --------------------------------------------------------------------------------- machine files
+
+
+def _fields(machine):
+    return {
+        name: getattr(machine, name)
+        for name in ("name", "ranks_per_node", "products", "memory", "node", "network", "passes")
+    }
+
+
+def test_machine_file_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "new" / "machine.json"
+    MACHINE.write(path, measured_on={"cores": 4})
+    assert Machine.load(path) == MACHINE
+
+
+def test_rates_between_measured_shapes():
+    rates = [ProductRate("float32", n, n, n, rate) for n, rate in ((16, 1e9), (256, 4e9))]
+    machine = Machine("two", 1, tuple(rates), (1e9,), Link(0, 1))
+    assert machine.product_seconds("float32", 16, 16, 16) == pytest.approx(2 * 16**3 / 1e9)
+    assert 1e9 < 2 * 64**3 / machine.product_seconds("float32", 64, 64, 64) < 4e9
+    # Larger ones have the rate of the largest.
+    assert machine.product_seconds("float32", 512, 512, 512) == pytest.approx(2 * 512**3 / 4e9)
+    assert machine.product_seconds("float32", 0, 512, 512) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 7}, "has version 7 of the machine file, and this mpishard reads version 1"),
+        ({"format": "other"}, 'expected "format": "mpishard machine", got \'other\''),
+        ({"node": {"latency": 1}}, "bytes_per_second"),
+        ({"products": []}, "at least one entry"),
+        ({"memory": [-1]}, "must be above 0 and finite, got -1"),
+        ({"name": None, "ranks_per_node": 0}, "ranks_per_node must be 1 or more, got 0"),
+    ],
+)
+def test_refused_machine_files(tmp_path, change, words):
+    path = tmp_path / "machine.json"
+    MACHINE.write(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(MachineError) as error:
+        Machine.load(path)
+    assert words in str(error.value)
+
+
+def test_missing_names_and_text(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text("{")
+    with pytest.raises(MachineError, match="is no JSON"):
+        Machine.load(path)
+    MACHINE.write(path)
+    found = json.loads(path.read_text())
+    del found["memory"]
+    path.write_text(json.dumps(found))
+    with pytest.raises(MachineError, match="lacks 'memory'"):
+        Machine.load(path)
