@@ -81,6 +81,9 @@ for _number, _handler in (
 _noisy = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("sample", **_noisy)
 hypothesis.settings.register_profile("full", **_noisy, max_examples=2000)
+# Not what this machine's user keeps: `MPISHARD_PRODUCTS=onednn pytest` tests the other library.
+os.environ.setdefault("MPISHARD_PRODUCTS", "numpy")
+
 _is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
 hypothesis.settings.load_profile("full" if _is_full else "sample")
 

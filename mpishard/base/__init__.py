@@ -4,7 +4,7 @@ Begin with ``errors.py``, the tree of exceptions, and ``arrays.py``, one path fo
 ``settings.py`` has every environment variable; ``arguments.py`` checks users' arguments;
 ``layout.py`` divides ranges among ranks; ``logs.py`` writes for all ranks; ``memory.py`` knows how
 much memory is free. ``devices.py`` and ``kernels.py`` know GPUs, ``blas.py``, ``compilation.py``,
-``bfloat16.py`` and ``onednn.py`` how a processor multiplies.
+``bfloat16.py``, ``onednn.py`` and ``products.py`` how a processor multiplies.
 
 Other rooms import names from here. A module is loaded when one of its names is first asked for, so
 that a command line does not wait for NumPy.
@@ -116,11 +116,19 @@ if TYPE_CHECKING:
         memory_facts,
         read_text,
     )
-    from mpishard.base.onednn import WHEEL, library, processor_has_unit, reason_for_none
+    from mpishard.base.onednn import (
+        WHEEL,
+        find_library,
+        library,
+        processor_has_unit,
+        reason_for_no_library,
+        reason_for_none,
+    )
+    from mpishard.base.products import float32_products, multiply_float32, speeds
 
 _MODULES = (
     "errors", "arguments", "layout", "logs", "memory", "arrays", "devices", "kernels",
-    "compilation", "bfloat16", "onednn", "blas",
+    "compilation", "bfloat16", "onednn", "blas", "products",
 )  # fmt: skip
 """The modules whose names are offered, in the order in which they are searched."""
 

@@ -7,6 +7,8 @@ because other kernels give other bits.
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,8 @@ class Processor:
     vendor: str
     family: int
     flags: frozenset[str]
+    name: str = ""
+    """Its name, with the numbers that tell generations apart where a virtual machine hides it."""
 
     @classmethod
     def of_this_machine(cls) -> Processor:
@@ -43,12 +47,19 @@ class Processor:
             # Arm's processors list no family; 0 is no family of AMD.
             int(family) if family.isdecimal() else 0,
             frozenset(facts.get("flags", "").split()),
+            _name(facts),
         )
 
     @property
     def splits_avx512(self) -> bool:
         """Whether it runs AVX-512 in two halves, as Zen 4 does, so that it gains nothing."""
         return self.vendor == "AuthenticAMD" and self.family == _ZEN_3_AND_4
+
+
+def _name(facts: Mapping[str, str]) -> str:
+    name = facts.get("model name") or platform.machine()
+    family, model = facts.get("cpu family"), facts.get("model")
+    return f"{name} (family {family}, model {model})" if family and model else name
 
 
 def better_kernel(loaded: str | None, processor: Processor | None = None) -> str | None:

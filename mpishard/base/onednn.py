@@ -1,4 +1,6 @@
-"""Products of bfloat16 matrices on the processor's bfloat16 unit, by oneDNN's C API.
+"""Products of matrices by oneDNN's C API: bfloat16 on the processor's unit for it, and float32.
+
+Of float32 oneDNN multiplies what `base.products` gives it.
 
 oneDNN (https://uxlfoundation.github.io/oneDNN, formerly MKL-DNN) is called through ctypes, which
 releases Python's lock meanwhile. Every thread has its own engine, stream and primitives, because
@@ -55,14 +57,25 @@ def library() -> Library | None:
     ValueError
         If MPISHARD_ONEDNN names a file that is no oneDNN library of version 3.
     """
+    return find_library() if processor_has_unit() else None
+
+
+def find_library() -> Library | None:
+    """Return the oneDNN library, whatever the processor has; None without one.
+
+    Raises
+    ------
+    ValueError
+        If MPISHARD_ONEDNN names a file that is no oneDNN library of version 3.
+    """
     given = settings.onednn_library()
-    if given == "off" or not processor_has_unit():
+    if given == "off":
         return None
     if given != "auto":
-        return Library(given)
+        return _library_at(given)
     for path in _candidate_paths():
         try:
-            return Library(path)
+            return _library_at(path)
         # A library that is found may be of another version. Only one that the user names is an
         # error.
         except ValueError:
@@ -74,9 +87,19 @@ def reason_for_none() -> str:
     """Return the reason why `library` returns None."""
     if not processor_has_unit():
         return "the processor has no unit for bfloat16 (AVX512-BF16 or AMX-BF16)"
+    return reason_for_no_library()
+
+
+def reason_for_no_library() -> str:
+    """Return the reason why `find_library` returns None."""
     if settings.onednn_library() == "off":
         return "MPISHARD_ONEDNN=off"
     return "no oneDNN library was found: pip install 'mpishard[bf16]'"
+
+
+@functools.cache  # one for both dtypes, with the primitives of each thread
+def _library_at(path: str) -> Library:
+    return Library(path)
 
 
 def _candidate_paths() -> Iterator[str]:
@@ -133,17 +156,23 @@ class Library:
         # same time.
         self._threads = threading.local()
 
-    def multiply(self, a: Array, b: Array, out: Array, bias: Array | None = None) -> None:
+    def multiply(self, a: Array, b: Array, out: Array, bias: Array | None = None) -> bool:
         """Compute ``out = a @ b + bias`` with sums in float32; each element is rounded once.
 
         Parameters
         ----------
         a, b : Array
-            bfloat16, of shapes (..., N, K) and (..., K, M), with any strides.
+            Of one dtype, bfloat16 or float32, of shapes (..., N, K) and (..., K, M).
         out : Array
             float32 or bfloat16, of shape (..., N, M).
         bias : Array, optional
             bfloat16 or float32, of shape (M,).
+
+        Returns
+        -------
+        bool
+            False, and nothing is computed, for matrices that oneDNN does not take, or takes only
+            slowly: no dim of them is contiguous, rows overlap, or a stride is negative.
 
         Raises
         ------
@@ -151,7 +180,9 @@ class Library:
             If a call of oneDNN fails, with its status.
         """
         arrays = [a, b, out] if bias is None else [a, b, out, bias]
-        primitives: dict[object, _Product] | None = getattr(self._threads, "primitives", None)
+        primitives: dict[object, _Product | None] | None = getattr(
+            self._threads, "primitives", None
+        )
         if primitives is None:
             # One thread for each product, because other ranks use the other cores. OpenMP keeps
             # this limit for each calling thread.
@@ -165,18 +196,32 @@ class Library:
             primitives = self._threads.primitives = {}
         # A list first, because it is made faster than a generator, and each product needs a key.
         key = tuple([(x.shape, x.strides, x.dtype.char) for x in arrays])
-        product = primitives.get(key)
-        if product is None:
+        if key not in primitives:
             if len(primitives) >= _MOST_PRIMITIVES:  # for batches whose sizes always change
                 primitives.clear()
-            product = primitives[key] = _Product(self, self._threads.engine, arrays)
+            is_plain = all(map(_is_plain, (a, b, out)))
+            primitives[key] = _Product(self, self._threads.engine, arrays) if is_plain else None
+        product = primitives[key]
+        if product is None:
+            return False
         product.run(self._threads.stream, arrays)
+        return True
 
     @staticmethod
     def check(status: int) -> None:
         """Raise for a status that is not success."""
         if status:
             raise RuntimeError(f"oneDNN refused with status {status} (dnnl_status_t)")
+
+
+def _is_plain(array: Array) -> bool:
+    """Return whether each matrix of an array has contiguous rows, or contiguous columns."""
+    size = array.itemsize
+    (rows, columns), (step, inner) = array.shape[-2:], array.strides[-2:]
+    # A dim of one element may have any stride.
+    by_row = (columns == 1 or inner == size) and (rows == 1 or step >= columns * size)
+    by_column = (rows == 1 or step == size) and (columns == 1 or inner >= rows * size)
+    return (by_row or by_column) and all(s >= 0 and s % size == 0 for s in array.strides)
 
 
 class _Product:

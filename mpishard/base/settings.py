@@ -250,6 +250,7 @@ def check() -> None:
     exit_timeout()
     host_timeout()
     numba_is_allowed()
+    float32_products()
     cuda_aware()
     trace_folder()
 
@@ -259,6 +260,7 @@ def alike() -> dict[str, str]:
     return {
         "MPISHARD_ARENA": os.environ.get("MPISHARD_ARENA", "auto").lower(),
         "MPISHARD_CUDA_AWARE": str(int(cuda_aware())),
+        "MPISHARD_PRODUCTS": float32_products(),
         # The folder may differ between machines, but either all ranks record or none does.
         "MPISHARD_TRACE": "not set" if trace_folder() is None else "set",
         "MPISHARD_VIRTUAL_NODES": str(virtual_nodes()),
@@ -334,11 +336,27 @@ def numba_is_allowed() -> bool:
 
 
 def onednn_library() -> str:
-    """MPISHARD_ONEDNN: path of the oneDNN library that multiplies bfloat16; ``off`` uses none.
+    """MPISHARD_ONEDNN: path of the oneDNN library that multiplies; ``off`` uses none.
 
     ``auto``, the default, looks for the extra ``bf16``, then for the system's or conda's library.
     """
     return os.environ.get("MPISHARD_ONEDNN", "auto")
+
+
+def float32_products() -> str:
+    """MPISHARD_PRODUCTS: the library that multiplies float32, ``numpy`` or ``onednn``.
+
+    ``auto``, the default, is the choice that `mpishard doctor --products` keeps for this processor,
+    or NumPy.
+    """
+    return _choice("MPISHARD_PRODUCTS", "auto", "numpy", "onednn")
+
+
+def cache_folder() -> Path:
+    """XDG_CACHE_HOME/mpishard, the folder of what is kept for this user; in ~/.cache without it."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(os.environ.get("HOME", "/"))
+    return (Path(given) if given else home / ".cache") / "mpishard"
 
 
 def cuda_aware() -> bool:

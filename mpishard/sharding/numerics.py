@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import threadpoolctl
 
-from mpishard.base import numba_module
+from mpishard.base import float32_products, numba_module
 
 
 def numerics_fingerprint() -> dict[str, str]:
@@ -24,7 +24,8 @@ def numerics_fingerprint() -> dict[str, str]:
         ``numpy``: its version; ``processor``: the architecture; ``simd``: the vector instructions
         that NumPy found; ``blas``: its library and version; ``blas_kernel``, ``blas_threads``:
         the library's choices, "unknown" for a library that threadpoolctl does not know;
-        ``loops``: numba's version, or "NumPy". GPUs are not described.
+        ``loops``: numba's version, or "NumPy"; ``products``: what multiplies float32, "NumPy" or
+        oneDNN's version. GPUs are not described.
     """
     # None if a setting turns it off, too: the fingerprint is of what computes here.
     numba = numba_module()
@@ -42,6 +43,7 @@ def numerics_fingerprint() -> dict[str, str]:
         "blas_kernel": str(blas.get("architecture", "unknown")),
         "blas_threads": str(blas.get("num_threads", "unknown")),
         "loops": "NumPy" if numba is None else f"numba {numba.__version__}",
+        "products": float32_products(),
     }
 
 

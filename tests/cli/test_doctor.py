@@ -11,7 +11,7 @@ import pytest
 from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
-from mpishard.base import memory
+from mpishard.base import memory, products
 from mpishard.base.onednn import processor_has_unit
 from mpishard.cli import app, machine
 from mpishard.cli import probe as doctor_probe
@@ -237,6 +237,44 @@ def test_more_threads_than_cores(monkeypatch, answers):
     assert "numpy.speed" not in found
 
 
+@pytest.fixture
+def own_choice(monkeypatch, tmp_path):
+    """What this machine's user keeps is not seen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MPISHARD_PRODUCTS", "auto")
+
+
+@pytest.mark.parametrize(("faster", "fix"), [(1.05, None), (1.3, "--products onednn")])
+def test_doctor_names_the_faster_library(own_choice, monkeypatch, answers, faster, fix):
+    measured = {"numpy": 100e9, "onednn": faster * 100e9}
+    answers(doctor_host, *[measured] * 3)
+    (found,) = doctor_host.examine_float32(quick=False)
+    assert f"NumPy 100 and oneDNN {faster * 100:.0f} GFLOP/s on one thread" in found.text
+    assert (fix is None) == (found.fix is None)
+    assert fix is None or f"mpishard doctor {fix} " in found.fix
+    (found,) = doctor_host.examine_float32(quick=True)
+    assert (found.text, found.fix) == ("NumPy multiplies, by default", None)
+    monkeypatch.setenv("MPISHARD_PRODUCTS", "numpy")
+    (found,) = doctor_host.examine_float32(quick=False)
+    assert (found.text.partition(";")[0], found.fix) == (
+        "NumPy multiplies, because of MPISHARD_PRODUCTS",
+        None,
+    )
+
+
+def test_doctor_keeps_a_choice(own_choice, monkeypatch):
+    monkeypatch.setattr(doctor_host, "find_library", object)
+    shown = CliRunner().invoke(app, ["doctor", "--products", "onednn"])
+    assert "oneDNN multiplies, in ranks of one BLAS thread, by" in " ".join(shown.output.split())
+    assert (shown.exit_code, products.choice()) == (0, "onednn")
+    monkeypatch.setattr(doctor_host, "find_library", lambda: None)
+    for words in (["--products", "onednn"], ["--products", "mkl"], ["--hosts", "a,b"]):
+        refused = CliRunner().invoke(app, ["doctor", "--products", "onednn", *words])
+        assert refused.exit_code == 2
+    (found,) = doctor_host.examine_float32(quick=True)
+    assert found.fix is not None  # the choice is kept, and the library is gone
+
+
 def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "processor_has_unit", lambda: True)
     measured = {"library": ["3.2.0", "/l/libdnnl.so.3"], "reason": "", "float32": 98.0}
@@ -416,6 +454,7 @@ def test_the_whole_report():
     groups = {name.partition(".")[0] for name in found}
     assert groups - {"gpu", "slurm"} == {"host", "numpy", "mpi", "memory", "job"}
     assert found["numpy.speed"]["value"]["1"]["float32"] > 0.1
+    assert found["numpy.float32"]["value"]["speeds"]["numpy"] > 1e8
     if processor_has_unit():
         assert found["numpy.bfloat16"]["value"]["bfloat16"] > 0.1
     # The probes printed their imports into files of their own.

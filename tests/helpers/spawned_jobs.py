@@ -40,6 +40,7 @@ def environment_of_a_job(**variables):
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MPISHARD_NUMBA": "off",  # which takes each rank a second to load
+        "MPISHARD_PRODUCTS": os.environ.get("MPISHARD_PRODUCTS", "numpy"),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

@@ -139,6 +139,11 @@ def test_onednn_on_some_ranks_alone_is_refused_on_all(backend: Any, monkeypatch:
     with pytest.raises(ValueError, match=r"products of bfloat16 is oneDNN 3\.2\.0, float32$"):
         FSDPModel(mlp, ShardingConfiguration(backend, precision="bfloat16"))
     FSDPModel(mlp, ShardingConfiguration(backend))
+    # Rank 0's choice, with a library that only rank 0's host has.
+    names = ["oneDNN 3.2.0", "NumPy"]
+    monkeypatch.setattr(wrapping, "float32_products", lambda: names[_this_thread.rank])
+    with pytest.raises(ValueError, match=r"products of float32 is oneDNN 3\.2\.0, NumPy$"):
+        FSDPModel(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
 
 
 @in_worlds(2)

@@ -31,6 +31,13 @@ def doctor(
             metavar="HOST,...|@FILE",
         ),
     ] = "",
+    products: Annotated[
+        str,
+        typer.Option(
+            help="Only keep which library multiplies float32 on this processor.",
+            metavar="numpy|onednn",
+        ),
+    ] = "",
 ) -> None:
     """Examine this environment, and name commands that fix it.
 
@@ -38,6 +45,9 @@ def doctor(
     memory, GPUs and SLURM; measures matrix products; and starts two ranks that communicate. If
     there is SLURM, it also starts two ranks on two nodes, if they are free. It changes nothing.
     Each line is about something that you can change.
+
+    --products writes the choice to ~/.cache/mpishard/products.json, which all later jobs obey. The
+    two libraries round differently, so that no job measures and chooses by itself.
 
     --hosts logs in to each machine with ssh, compares versions, clocks and addresses, tries a port
     in each direction, and measures a job of one rank on each.
@@ -51,8 +61,13 @@ def doctor(
     if (settings.launched_rank() or 0) > 0 and settings.launched_world_size() != 1:
         return  # under a launcher only the first rank reports
     with refusing("doctor"):
+        if hosts and products:
+            raise ValueError("--products is for this machine; run it on each host")
         names = names_of(hosts) if hosts else []
+        kept = host.keep_products(products) if products else None
     wanted = _findings_of_hosts(names, quick) if names else _findings(quick)
+    if kept is not None:
+        wanted = iter([kept])
     if json_wanted:
         findings = list(wanted)
         typer.echo(as_json(findings))
@@ -73,6 +88,7 @@ def _findings(quick: bool) -> Iterator[Finding]:
     # In the order of dependence: a job of ranks needs MPI, which needs a working Python.
     yield from examined("host", host.examine_host())
     yield from examined("numpy", host.examine_numpy(quick))
+    yield from examined("numpy", host.examine_float32(quick))
     yield from examined("numpy", host.examine_bfloat16(quick))
     yield from examined("numpy", host.examine_numba())
     # Once for all groups, because each search starts programs.

@@ -18,7 +18,10 @@ from mpishard.base import (
     Document,
     available_memory,
     better_kernel,
+    find_library,
     processor_has_unit,
+    products,
+    reason_for_no_library,
     settings,
 )
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
@@ -252,6 +255,67 @@ def examine_bfloat16(quick: bool) -> Iterator[Finding]:
             *found["library"], rates
         )
     yield Finding(name, text, found, fix)
+
+
+_MEASURE_FLOAT32 = """
+from mpishard.base import speeds
+import threadpoolctl
+with threadpoolctl.threadpool_limits(1):
+    answer(speeds())
+"""
+
+
+def examine_float32(quick: bool) -> Iterator[Finding]:
+    """Yield the library that multiplies float32, and whether the other one is faster here."""
+    name, chosen, fix = "numpy.float32", products.choice(), None
+    source = "by default"
+    if settings.float32_products() != "auto":
+        source = "because of MPISHARD_PRODUCTS"
+    elif products.kept_choices().exists():
+        source = f"by {products.kept_choices()}"
+    names = {
+        "numpy": "NumPy multiplies",
+        "onednn": "oneDNN multiplies, in ranks of one BLAS thread",
+    }
+    text, speeds = f"{names[chosen]}, {source}", None
+    if chosen == "onednn" and find_library() is None:
+        text, fix = f"NumPy multiplies: {reason_for_no_library()}", pip_install(WHEEL)
+        if settings.onednn_library() == "off":
+            fix = "unset MPISHARD_ONEDNN"
+    elif not quick:
+        answer = ask(python_command(_MEASURE_FLOAT32), _LIMIT_SECONDS["measure"])
+        speeds = answer.found
+        if speeds is None:
+            text += f"; the measurement failed: {shortened(answer.reason)}"
+        elif "onednn" in speeds:
+            other = "numpy" if chosen == "onednn" else "onednn"
+            gigaflops = [f"{speeds[n] / 1e9:.0f}" for n in ("numpy", "onednn")]
+            text += "; NumPy {} and oneDNN {} GFLOP/s on one thread".format(*gigaflops)
+            # Who has set the variable has decided.
+            if speeds[other] >= products.FASTER * speeds[chosen] and (
+                settings.float32_products() == "auto"
+            ):
+                fix = f"mpishard doctor --products {other}  # rounds differently"
+    yield Finding(name, text, {"library": chosen, "speeds": speeds}, fix)
+
+
+def keep_products(chosen: str) -> Finding:
+    """Keep the library that multiplies float32 on this processor.
+
+    Raises
+    ------
+    ValueError
+        For another word, or for ``onednn`` if there is no such library.
+    OSError
+        If the file cannot be written.
+    """
+    if chosen not in ("numpy", "onednn"):
+        raise ValueError(f"--products takes numpy or onednn; got {chosen!r}")
+    if chosen == "onednn" and find_library() is None:
+        raise ValueError(f"--products onednn needs oneDNN: {reason_for_no_library()}")
+    products.keep(chosen)
+    (finding,) = examine_float32(quick=True)
+    return finding
 
 
 def examine_numba() -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from mpishard.base import (
     CommunicationError,
     PeerError,
     ShardLayout,
+    products,
     settings,
 )
 from mpishard.communication.contract.arena import number_nodes
@@ -113,8 +114,11 @@ class MPIJob:
         mine = {**settings.alike(), "on_failure": on_failure, "backend": self._kind}
         # One exchange for the node of each rank and for the settings that must be alike.
         offer = self._offer_link()
-        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine, offer))
+        chosen = products.choice() if self.rank == 0 else ""
+        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine, offer, chosen))
         _require_alike([row[2] for row in rows])
+        # Each machine may keep another choice, and ranks of one job must round alike.
+        products.agree(rows[0][4])
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")

@@ -181,6 +181,7 @@ def _fingerprint(dtype: DType) -> dict[str, str]:
     found = numerics_fingerprint()
     if dtype == np.float64:  # layers have no compiled loops for it, and rules the bits of NumPy
         found.pop("loops", None)
+        found.pop("products", None)
     return found
 
 

@@ -15,6 +15,7 @@ from mpishard.base import (
     BFLOAT16,
     HOST,
     ShardingError,
+    float32_products,
     library,
     numba_module,
     reason_for_none,
@@ -221,6 +222,7 @@ def require_same_on_all_ranks(
     if isinstance(program, LayeredProgram) and has_loops:
         # The two round differently: layers that tensor ranks replicate would differ.
         mine["passes of layers"] = "NumPy" if numba_module() is None else "numba"
+        mine["products of float32"] = float32_products()
         if config.precision is not None:
             found = library()
             mine["products of bfloat16"] = f"oneDNN {found.version}" if found else "float32"

@@ -261,7 +261,7 @@ class Attention(Layer):
         if is_bfloat16(d):
             dscores_BGPS = _scores(d, v, scale)
         else:
-            dscores_BGPS = np.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
+            dscores_BGPS = product(_joined(scaled_d), v.swapaxes(-1, -2))
         # The gradient of a softmax needs the sum over a row's keys of weight times gradient. It
         # equals the product d y, a sum over only K numbers.
         sums = np.einsum("...rk,...rk->...r", scaled_d, wide(y))
@@ -499,8 +499,7 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     if not is_bfloat16(q_BGQRK):
         # The queries are scaled, because they have K numbers for each row of S scores.
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
-        scores: Array = np.matmul(_joined(scaled), k_BGKS)
-        return scores
+        return product(_joined(scaled), k_BGKS)
     q_BGPK = _joined(q_BGQRK)
     scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
     if scale != 1.0:

@@ -1,9 +1,9 @@
 """Matrix products of the layers, in the dtype of their operands.
 
-NumPy or CuPy multiplies float32 and float64; a GPU may round float32 operands first, as
-`mpishard.nn.device_passes.products_in` says. The processor's unit for bfloat16 multiplies bfloat16,
-through `base.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
-float32, which represents each of them exactly.
+NumPy or CuPy multiplies float32 and float64, or oneDNN float32 if `base.products` says so; a GPU
+may round float32 operands first, as `mpishard.nn.device_passes.products_in` says. The processor's
+unit for bfloat16 multiplies bfloat16, through `base.onednn`, and sums in float32. Without that unit
+NumPy multiplies the operands as float32, which represents each of them exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import time
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.base import BFLOAT16, NAMESPACES, Array, library, round_into, widened
+from mpishard.base import (
+    BFLOAT16,
+    NAMESPACES,
+    Array,
+    library,
+    multiply_float32,
+    round_into,
+    widened,
+)
 from mpishard.nn import device_passes
 
 
@@ -33,6 +41,8 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
     """
     if a.dtype != BFLOAT16:
         xp = NAMESPACES[type(a)]
+        if xp is np and (y := multiply_float32(a, b, out, bias)) is not None:
+            return y
         # Only the tensor cores of a GPU gain from rounded operands.
         if xp is np or device_passes.precision_of(a) is None:
             y = xp.matmul(a, b, out=out)
@@ -46,8 +56,7 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
     # The bias is added before the result is rounded, so that each element is rounded only once.
     one = library()
     # oneDNN takes no empty matrices. NumPy makes an empty result, or zeros.
-    if one is not None and out.size and a.shape[-1]:
-        one.multiply(a, b, out, bias)
+    if one is not None and out.size and a.shape[-1] and one.multiply(a, b, out, bias):
         return out
     # Sums in float32, as the unit has them, so that only their order may differ.
     exact = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
