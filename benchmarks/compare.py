@@ -2,7 +2,8 @@
 
     python benchmarks/compare.py --peer-python PYTHON --jax-python PYTHON
     python benchmarks/compare.py --only mlp --repeats 9 --json results.json
-    python benchmarks/compare.py --report results.json --page docs/performance.md
+    python benchmarks/compare.py --keep         # measures everything, for this processor's file
+    python benchmarks/compare.py --report --page docs/performance.md    # shows all processors'
 
 Every repeat starts fresh jobs of all sides. A ratio is taken within each repeat; the table has
 the median of the ratios and their range. The peers' interpreters have PyTorch 2.6 or newer, for
@@ -13,7 +14,9 @@ rows "products alone" and the bounds need the groups of their model and ``produc
 import argparse
 import json
 import shlex
+import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ from jobs import (
     can,
     idle_memory,
 )
-from report import markdown, replace_section, targets
+from report import file_of, kept, markdown, replace_section, targets
 from rich.console import Console
 from rich.table import Table
 from rows import LOOPS, ROWS
@@ -288,10 +291,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=groups, default=groups, help="default: all")
     parser.add_argument("--prefix", default="", help="put before every job, as 'taskset -c 0,1'")
     parser.add_argument("--json", type=Path, help="append to the results in this file, or make it")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="only print these results")
-    parser.add_argument("--page", type=Path, help="write the results between the page's marks")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="measure all, and replace this processor's file in benchmarks/results/processors",
+    )
+    parser.add_argument("--report", action="store_true", help="only print the kept results")
+    parser.add_argument("--page", type=Path, help="write the report between the page's marks")
     parser.add_argument("--targets", type=Path, help="the same, beside what we want to reach")
     arguments = parser.parse_args()
+    if arguments.keep and (arguments.json or arguments.only is not groups):
+        # A file with its date and commit has results of one day and one commit alone.
+        parser.error("--keep measures all groups, into a file of its own: no --only and no --json")
+    if (arguments.page or arguments.targets) and not arguments.report:
+        parser.error("--page and --targets are for --report, which has all processors")
     if arguments.repeats < 1:
         parser.error(f"--repeats must be 1 or more, got {arguments.repeats}")
     return arguments
@@ -321,9 +334,11 @@ def measures(runner: Runner, repeats: int) -> dict[str, Callable[[Samples], None
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is asked for, and print it."""
     if arguments.report:
-        result = json.loads(arguments.report.read_text(encoding="utf-8"))
-        print(markdown(result), targets(result), sep="\n\n")
-        write(result, arguments)
+        text, beside = markdown(kept()), targets(kept())
+        print(text, beside, sep="\n\n")
+        for page, section in ((arguments.page, text), (arguments.targets, beside)):
+            if page:
+                replace_section(page, section)
         return
     runner = Runner(
         arguments.peer_python,
@@ -333,10 +348,13 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.jax_python or arguments.adapter_python or arguments.peer_python,
     )
     measure = measures(runner, arguments.repeats)
+    measured = commit()  # before the results change a file
     result: dict[str, Any] = {}
     samples = defaultdict(list)
     before: dict[str, Any] = {}
-    if arguments.json and arguments.json.exists():
+    if arguments.keep:
+        arguments.json = file_of(runner.machine["processor"])
+    elif arguments.json and arguments.json.exists():
         before = json.loads(arguments.json.read_text(encoding="utf-8"))
         samples.update(before["samples"])
     for repeat in range(arguments.repeats):
@@ -351,6 +369,8 @@ def main(arguments: argparse.Namespace) -> None:
             for name, values in fresh.items():
                 samples[name].extend(values)
             result = {
+                "date": time.strftime("%Y-%m-%d"),
+                "commit": measured,
                 "machine": runner.machine,
                 "peer": runner.peer or before.get("peer", ""),
                 "jax": runner.jax or before.get("jax", ""),
@@ -361,15 +381,12 @@ def main(arguments: argparse.Namespace) -> None:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(samples)
-    write(result, arguments)
 
 
-def write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Write the results into the files that the arguments name."""
-    if arguments.page:
-        replace_section(arguments.page, markdown(result))
-    if arguments.targets:
-        replace_section(arguments.targets, targets(result))
+def commit() -> str:
+    """The commit that is measured, with "-dirty" if files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Draws the times of a step beside PyTorch and JAX: docs/images/steps.svg.
 
-python benchmarks/draw_steps.py reads benchmarks/results/performance.json. The colours follow the
-dark mode of the reader's system.
+python benchmarks/draw_steps.py reads the newest file in benchmarks/results/processors. The colours
+follow the dark mode of the reader's system.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 
+from report import Result, kept
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
 PICTURE = ROOT / "docs" / "images" / "steps.svg"
 
 MODELS = {"mlp": "MLP, 8 layers of 1024 x 1024", "gpt": "GPT, 4 layers of width 256"}
@@ -33,9 +33,14 @@ text { font-family: sans-serif; font-size: 13px; fill: #1f2328; }
 """
 
 
+def newest() -> Result:
+    """The results that were measured last."""
+    return max(kept(), key=lambda result: result["date"])
+
+
 def drawing() -> str:
     """Return the picture: a panel for each model, a bar for each library that was measured."""
-    samples = json.loads(RESULTS.read_text(encoding="utf-8"))["samples"]
+    samples = newest()["samples"]
     width, height = _LEFT + _LENGTH + 80, len(MODELS) * _PANEL
     what = "Time of a training step of mpishard, PyTorch and JAX on the same processor"
     view = f'viewBox="0 0 {width} {height}" role="img" aria-label="{what}"'

@@ -1,6 +1,8 @@
-"""The measurements as a section of a page."""
+"""The measurements on all processors as a section of a page, side by side."""
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,13 +35,38 @@ IMPLEMENTATIONS = {
 
 Result = Mapping[str, Any]
 
+PROCESSORS = Path(__file__).parent / "results" / "processors"
+"""Folder of the results, a file for each processor."""
 
-def markdown(result: Result) -> str:
-    """Machine, ratios, and the medians behind them."""
-    samples = result["samples"]
-    parts = [machine(result), ratios(samples), times(samples), *memory(samples)]
-    parts += [*loops(samples), *products(samples)]
+LEGEND = (
+    "Each cell has the median, and in parentheses the lowest and highest value and the number of "
+    "repeats. The bound is the ratio of a step that consists only of its matrix products."
+)
+
+
+def file_of(processor: str) -> Path:
+    """The file of results of a processor, such as ``AMD-EPYC-family-25-model-17.json``."""
+    return PROCESSORS / ("-".join(re.findall(r"[A-Za-z0-9.]+", processor)) + ".json")
+
+
+def kept() -> list[Result]:
+    """The results of every processor that was measured, in the order of their files' names."""
+    return [json.loads(path.read_text("utf-8")) for path in sorted(PROCESSORS.glob("*.json"))]
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """Ratios of all processors side by side, and the medians and the machine of each."""
+    parts = [LEGEND, ratios(results)]
+    for result in results:
+        samples = result["samples"]
+        parts += [f"#### {name(result)}", machine(result), times(samples), *memory(samples)]
+        parts += [*loops(samples), *products(samples)]
     return "\n\n".join(parts)
+
+
+def name(result: Result) -> str:
+    """The processor's name."""
+    return str(result["machine"]["processor"])
 
 
 def machine(result: Result) -> str:
@@ -52,45 +79,55 @@ def machine(result: Result) -> str:
     if result.get("jax"):
         versions.append(result["jax"])
     return (
-        f"{found['processor']}, {found['cores']} cores, {gigabytes:.0f} GiB; {found['system']}, "
-        f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}."
+        f"Measured on {result['date']} at commit {result['commit']}: {found['cores']} cores, "
+        f"{gigabytes:.0f} GiB; {found['system']}, Python {found['python']}; "
+        f"{', '.join(versions)}; BLAS: {', '.join(found['blas'])}."
     )
 
 
-def ratios(samples: Mapping[str, Sequence[float]]) -> str:
-    """The rows that were measured, as a table."""
-    lines = ["| | measured | lowest to highest | repeats | bound |", "|---" * 5 + "|"]
+def ratios(results: Sequence[Result]) -> str:
+    """The rows that were measured on any processor, as a table with a column for each."""
+    return table(results, [""], lambda row: [row.text], cell)
+
+
+def targets(results: Sequence[Result]) -> str:
+    """The same rows beside what we want to reach."""
+    return table(
+        results, ["", "target"], lambda row: [row.text, f"<= {row.format(row.target)}"], verdict
+    )
+
+
+def table(
+    results: Sequence[Result],
+    heads: Sequence[str],
+    begin: Callable[[Row], Sequence[str]],
+    fill: Callable[[Row, Mapping[str, Sequence[float]]], str],
+) -> str:
+    """A line for each row that was measured on any processor, with a column for each of them."""
+    heads = [*heads, *map(name, results)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in ROWS:
-        values = row.values(samples)
-        if values:
-            found = median(values)
-            spread = f"{row.format(min(values))} to {row.format(max(values))}"
-            least = row.bound(samples)
-            bound = "" if least is None else row.format(least)
-            lines.append(
-                f"| {row.text} | {row.format(found)} | {spread} | {len(values)} | {bound} |"
-            )
+        measured = [result["samples"] for result in results]
+        cells = [fill(row, samples) if row.values(samples) else "" for samples in measured]
+        if any(cells):
+            lines.append(f"| {' | '.join([*begin(row), *cells])} |")
     return "\n".join(lines)
 
 
-def targets(result: Result) -> str:
-    """Machine, and the rows beside what we want to reach."""
-    lines = ["| | target | measured | |", "|---" * 4 + "|"]
-    for row in ROWS:
-        values = row.values(result["samples"])
-        if values:
-            found = median(values)
-            figures = f"<= {row.format(row.target)} | {row.format(found)}"
-            lines.append(f"| {row.text} | {figures} | {verdict(row, found)} |")
-    return f"{machine(result)}\n\n" + "\n".join(lines)
+def cell(row: Row, samples: Mapping[str, Sequence[float]]) -> str:
+    """A row's median and range, and its bound, if measured."""
+    values = row.values(samples)
+    spread = f"({row.format(min(values))} to {row.format(max(values))}; {len(values)})"
+    least = row.bound(samples)
+    bound = "" if least is None else f", bound {row.format(least)}"
+    return f"{row.format(median(values))} {spread}{bound}"
 
 
-def verdict(row: Row, found: float) -> str:
-    """Whether a value reaches its row's target, or by how much it is above."""
-    if found <= row.target:
-        return "reached"
+def verdict(row: Row, samples: Mapping[str, Sequence[float]]) -> str:
+    """A row's median, and whether it reaches its target, or by how much it is above."""
+    found = median(row.values(samples))
     above = row.format(found - row.target) if row.unit else f"{found / row.target - 1:.0%}"
-    return f"missed by {above}"
+    return f"{row.format(found)}, {'reached' if found <= row.target else f'missed by {above}'}"
 
 
 def times(samples: Mapping[str, Sequence[float]]) -> str:

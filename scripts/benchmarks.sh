@@ -8,8 +8,10 @@ usage() {
 usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
 
 Makes .venv (the first time only), compares this package's training steps with those of PyTorch and
-JAX, writes the results to benchmarks/results and into docs/performance.md, and draws
-docs/images/steps.svg, growth_*.png and collectives.png. It takes an hour on an idle machine.
+JAX, keeps the results in this processor's file in benchmarks/results/processors, writes those of all
+processors into docs/performance.md and benchmarks/results/targets.md, and draws docs/images/steps.svg,
+growth_*.png and collectives.png. It takes an hour on an idle machine. Commit first: the file has the
+commit that was measured.
 PyTorch and JAX are taken from .venv-peers if it exists:
 
     python3 -m venv .venv-peers && .venv-peers/bin/pip install torch jax optax -e '.[mpi]'
@@ -24,10 +26,9 @@ done
 
 prepare_environment mpi plot fast bf16
 cd -- "$root"
-rm -f benchmarks/results/performance.json # compare.py would append to it
-options=(--json benchmarks/results/performance.json --page docs/performance.md)
-options+=(--targets benchmarks/results/targets.md)
+options=(--keep)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"
+"$python" benchmarks/compare.py --report --page docs/performance.md --targets benchmarks/results/targets.md
 "$python" benchmarks/draw_steps.py
 "$python" benchmarks/growth.py --images docs/images

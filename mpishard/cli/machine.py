@@ -14,6 +14,7 @@ from mpishard.base import (
     memory_facts,
     read_text,
 )
+from mpishard.base.blas import Processor
 
 
 def usable_cores() -> int:
@@ -52,11 +53,9 @@ def describe_machine() -> Document:
     """Return the processor, cores, memory, and the versions that speed depends on."""
     import threadpoolctl  # which `mpishard run` does not need
 
-    lines = read_text(Path("/proc/cpuinfo")).splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     blas = threadpoolctl.threadpool_info()
     return {
-        "processor": next(names, platform.processor() or platform.machine()),
+        "processor": Processor.of_this_machine().name,
         "cores": usable_cores(),
         "memory_bytes": memory_facts().get("MemTotal"),
         "system": platform.platform(terse=True),

@@ -1,7 +1,6 @@
 """The comparison with peers: arithmetic, files, and the same model on both sides."""
 
 import importlib
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +47,8 @@ def test_rows_pair_the_repeats():
 
 
 RESULT = {
+    "date": "2026-11-28",
+    "commit": "1a2b3c4",
     "machine": {
         "processor": "Abacus",
         "cores": 2,
@@ -67,24 +68,31 @@ RESULT = {
 
 def test_section_of_a_page(tmp_path):
     report = importlib.import_module("report")
-    text = report.markdown(RESULT)
-    assert text.startswith("Abacus, 2 cores, 16 GiB; Linux, Python 3.12; mpishard 1, numpy 2")
+    other = {**RESULT, "machine": {**RESULT["machine"], "processor": "Quipu (family 1, model 2)"}}
+    other["samples"] = {"mlp ours 2": [0.2], "mlp fsdp2": [0.4], "gpt ours 2": [1], "gpt ddp": [2]}
+    text = report.markdown([RESULT, other])
+    assert "|  | Abacus | Quipu (family 1, model 2) |\n|---|---|---|\n" in text
+    machine = "Measured on 2026-11-28 at commit 1a2b3c4: 2 cores, 16 GiB; Linux, Python 3.12; mpi"
+    assert f"#### Abacus\n\n{machine}" in text
+    assert f"#### Quipu (family 1, model 2)\n\n{machine}" in text
+    assert report.file_of("Quipu (family 1, model 2)").name == "Quipu-family-1-model-2.json"
     assert "PyTorch 2 with AdamW(fused)" in text
-    assert "| 0.150 | 0.100 to 0.200 | 3 | 0.150 |" in text
-    assert "| 10.00 us | 10.00 us to 10.00 us | 1 |  |" in text
+    assert "| 0.150 (0.100 to 0.200; 3), bound 0.150 | 0.500 (0.500 to 0.500; 1) |" in text
+    assert "| 10.00 us (10.00 us to 10.00 us; 1) |  |" in text
+    assert "GPT step, FSDP / PyTorch DDP |  | 0.500 (0.500 to 0.500; 1) |" in text
     assert "missed" not in text
-    beside = report.targets(RESULT)
-    assert beside.startswith("Abacus, 2 cores")
-    assert "| <= 0.200 | 0.150 | reached |" in beside
-    assert "| <= 8.00 us | 10.00 us | missed by 2.00 us |" in beside
     assert "| ours, 2 ranks | 30.0 ms |  |  |\n| ours, 4 ranks | 60.0 ms |  |  |\n" in text
     assert "| PyTorch FSDP2 | 200.0 ms |  |  |" in text
-    assert "| GPT 8 x 768, saved activations, bfloat16 / float32 | 0.500 |" in text
-    assert "| GPT 8 x 768, memory of the node, bfloat16 / float32 | 0.850 |" in text
+    assert "saved activations, bfloat16 / float32 | 0.500 (0.500 to" in text
+    assert "memory of the node, bfloat16 / float32 | 0.850 (0.8" in text
+    beside = report.targets([RESULT, other])
+    assert "|  | target | Abacus | Quipu (family 1, model 2) |\n|---|---|---|---|\n" in beside
+    assert "| <= 0.200 | 0.150, reached | 0.500, missed by 150% |" in beside
+    assert "| <= 8.00 us | 10.00 us, missed by 2.00 us |  |" in beside
     assert "20 MB in float32, of which 8 MB activations; 17 MB in bfloat16, of which 4 MB" in text
     assert "| convolutions |  | 30 ms, 20 ms, 5 MB | 40 ms |  |" in text
     assert "JAX: 2 ranks 10 ms; jit, one process 20 ms; shard_map, 2 devices 30 ms." in text
-    assert text.endswith("linear layers alone, one thread: MLP 30.0 ms in NumPy.")
+    assert "linear layers alone, one thread: MLP 30.0 ms in NumPy.\n" in text
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     report.replace_section(page, text)
@@ -95,17 +103,26 @@ def test_section_of_a_page(tmp_path):
         report.replace_section(page, text)
 
 
-def test_the_page_has_the_marks():
+def test_the_page_has_the_results_of_all_processors(tmp_path):
     report = importlib.import_module("report")
     text = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    report.replace_section(page, report.markdown(report.kept()))
+    assert page.read_text() == text, "compare.py --report --page docs/performance.md"
+    text = (FOLDER / "results" / "targets.md").read_text(encoding="utf-8")
+    page.write_text(text)
+    report.replace_section(page, report.targets(report.kept()))
+    assert page.read_text() == text, "compare.py --report --targets benchmarks/results/targets.md"
+    for result in report.kept():
+        assert report.file_of(report.name(result)).exists()
 
 
 def test_the_beginning_of_the_page_has_the_ratios_and_the_picture_of_the_results():
     draw = importlib.import_module("draw_steps")
     assert draw.PICTURE.read_text(encoding="utf-8") == draw.drawing()
     page = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    samples = json.loads(draw.RESULTS.read_text(encoding="utf-8"))["samples"]
+    samples = draw.newest()["samples"]
     for text, peer in {
         "PyTorch FSDP2, 2 processes": "fsdp2",
         "PyTorch DDP, 2 processes": "ddp",
@@ -175,15 +192,16 @@ def compare(*arguments):
 
 @pytest.mark.timeout(60)
 @pytest.mark.spawned
-def test_report_and_refusal(tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(RESULT))
-    assert "reached" in compare("--report", path).stdout
+def test_report_and_refusal():
+    assert "| target |" in compare("--report").stdout
     ended = compare("--repeats", 0)
     assert ended.returncode == 2
     assert "--repeats must be 1 or more, got 0" in ended.stderr
     ended = compare("--only", "resnet")
     assert "invalid choice: 'resnet'" in ended.stderr
+    ended = compare("--keep", "--only", "mlp")
+    assert "--keep measures all groups" in ended.stderr
+    assert "--page is for --report" in compare("--page", "page.md").stderr
 
 
 @pytest.mark.parametrize("which", ["mlp", "gpt"])
