@@ -146,4 +146,4 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Train NumPy and CuPy models, sharded over MPI ranks."""
+    """Train models in NumPy, autograd, JAX or PyTorch, sharded over MPI ranks."""

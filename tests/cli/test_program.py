@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from mpishard.cli import app, main
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run.job import python_arguments
+from mpishard.cli.wording import echo
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,7 @@ def test_the_help_has_a_short_name(command: list[str]) -> None:
     ended = CliRunner().invoke(app, [*command, "-h"])
     assert ended.exit_code == 0
     assert ended.output.startswith("Usage: ")
+    assert "range>" not in ended.output
 
 
 @pytest.mark.parametrize("command", [[], ["plan"], ["bench"], ["trace"], ["checkpoint"]])
@@ -113,6 +115,22 @@ def test_summaries_are_not_cut(command: list[str]) -> None:
     lines = CliRunner().invoke(app, [*command, "--help"]).output.splitlines()
     assert not [line for line in lines[1:] if line.endswith("...")]
     assert max(map(len, lines)) <= 80
+
+
+def test_lines_on_a_terminal_end_between_words_and_outside_of_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"  two ranks, started with {'x' * 50} OMP_NUM_THREADS=1; then `mpishard run -n 2 a.py`"
+    echo(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    echo(text)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["  OMP_NUM_THREADS=1; then `mpishard run -n 2 a.py`"]
+    monkeypatch.setenv("COLUMNS", "40")
+    echo(text)
+    assert "  `mpishard run -n 2 a.py`" in capsys.readouterr().out.splitlines()
 
 
 def test_a_mistyped_number_starts_no_million_ranks(monkeypatch: Any) -> None:
