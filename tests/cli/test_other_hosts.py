@@ -98,7 +98,7 @@ def test_a_rank_of_another_host_is_followed_to_its_end(job):
     assert (record.rank, record.is_alive) == (3, False)
     assert job.hosts.lost() == ""
     assert folder.is_dir()
-    job.hosts.end()
+    assert job.hosts.end() == ""
     assert not folder.exists()
 
 
@@ -162,28 +162,20 @@ def test_a_silent_host_and_a_closed_connection_are_lost(tmp_path):
     job.end()
 
 
-def test_an_agent_that_was_killed_before_it_told_of_its_ranks_is_lost(tmp_path):
-    job = Job(tmp_path)
-    with connect(job, token=job.words[2], host="node2"):
-        until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 2)
-        until(lambda: job.hosts.receive() or job.hosts._hosts[0].name)
-        assert job.hosts.lost() == ""
-    until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 1)
-    assert job.hosts.lost().startswith("host node2 has closed its connection")
-    job.end()
-
-
-def test_an_agent_that_was_killed_after_its_ranks_is_lost_at_the_end(tmp_path):
+@pytest.mark.parametrize("over", [True, False])
+def test_an_agent_that_was_killed_after_its_ranks_is_lost_at_the_end(tmp_path, over):
     job = Job(tmp_path)
     with connect(job, token=job.words[2], host="node2") as connection:
         notes = [["2", "started", "1", "2"], ["2", "ended", "-9", "0"]]
         connection.sendall(json.dumps({"notes": notes}).encode() + b"\n")
         job.look_until(lambda all_of: all_of.ended)
-        assert job.hosts.lost(is_at_end=True) == ""
+        if over:
+            connection.sendall(b'{"over": true}\n')
     until(lambda: job.hosts.receive() or len(job.hosts.sockets) == 1)
     assert job.hosts.lost() == ""
-    assert "node2 (rank 2) has closed its connection" in job.hosts.lost(is_at_end=True)
-    job.end()
+    found = job.hosts.end()
+    assert (found == "") == over
+    assert over or found.startswith("host node2 (rank 2) has closed its connection")
 
 
 def test_the_layout_of_a_page_is_known_to_the_agent():

@@ -292,7 +292,7 @@ class _HostAgent:
             _kill(launcher)
         time.sleep(_LOOK_SECONDS)
         with suppress(OSError):
-            self._send(notes=[], pages=self._pages())
+            self._send(notes=[], pages=self._pages(), over=True)
         if not self._is_over:
             self._end_session()
         _FILES["remove_files_of_dead_jobs"](self._began)

@@ -35,6 +35,7 @@ _HELLO_SECONDS = 5.0
 _HELLO_BYTES = 1000
 _ANSWER_SECONDS = 1.0
 _WATCH_SECONDS = 2.0
+_CLOSED = "has closed its connection: its processes were killed, or it was shut down"
 _ON_HOSTS = (b"hydra_pmi_proxy", b"prted")
 _END_SECONDS = 4.0
 """Time for the agents to end what still runs, and to remove files."""
@@ -59,10 +60,17 @@ class HostConnection:
     """Those that have not ended."""
     heard_at: float = field(default_factory=time.monotonic)
     is_closed: bool = False
+    is_over: bool = False
+    """Whether its agent has ended in good order."""
     wants: bool = False
     has_answered: bool = True
     received: bytes = b""
     to_send: bytearray = field(default_factory=bytearray)
+
+    @property
+    def description(self) -> str:
+        """The host, with the ranks that run there, or ran."""
+        return f"host {self.name} ({who(sorted(self.running or self.ranks))})"
 
     def send(self, **message: object) -> None:
         """Send a message, soon: signal handlers call this, too."""
@@ -159,32 +167,23 @@ class Hosts:
             host.flush()
         return notes
 
-    def lost(self, *, is_at_end: bool = False) -> str:
-        """Return a sentence on the hosts that are lost while ranks run there; "" if none is.
-
-        If ``is_at_end`` the launcher has ended, but the agents were not told to end: one that has
-        closed its connection was killed, perhaps after the ends of its ranks.
-        """
+    def lost(self) -> str:
+        """Return a sentence on the hosts that are lost while ranks run there; "" if none is."""
         now = time.monotonic()
         texts = []
         for host in self._hosts:
             silent = now - host.heard_at
-            # An agent that ends before it has told of any rank was killed, too.
-            has_work = host.running or not host.ranks
-            if not host.name or not (
-                (host.is_closed and (has_work or is_at_end))
-                or (host.running and silent > self._timeout)
-            ):
-                continue
-            how = "has closed its connection: its processes were killed, or it was shut down"
-            if not host.is_closed:
-                how = f"has not been heard of for {silent:.0f} s"
-            ranks = sorted(host.running or host.ranks)
-            texts.append(f"host {host.name}{f' ({who(ranks)})' * bool(ranks)} {how}")
+            if host.running and host.is_closed:
+                texts.append(f"{host.description} {_CLOSED}")
+            elif host.running and silent > self._timeout:
+                texts.append(f"{host.description} has not been heard of for {silent:.0f} s")
         return "; ".join(texts)
 
-    def end(self) -> None:
-        """Tell the agents that the job has ended, and wait until they have cleaned up."""
+    def end(self) -> str:
+        """Tell the agents that the job has ended, and wait until they have cleaned up.
+
+        Return a sentence on the hosts whose agents were killed; "" if none was.
+        """
         for host in self._hosts:
             host.send(end=True)
         deadline = time.monotonic() + _END_SECONDS
@@ -195,10 +194,15 @@ class Hosts:
             if not open_:
                 break
             select.select([host.connection for host in open_], [], [], 0.1)
+        # One without ranks has connected twice, because the answer came late.
+        killed = [
+            host for host in self._hosts if host.ranks and host.is_closed and not host.is_over
+        ]
         self._listening.close()
         for host in self._hosts:
             host.close()
         self._end_remote_shells()
+        return "; ".join(f"{host.description} {_CLOSED}" for host in killed)
 
     def _end_remote_shells(self) -> None:
         """End the remote shells that the launcher has left: that of a lost host waits for it."""
@@ -257,6 +261,7 @@ class Hosts:
             self._origins[name] = host
             self._write(name, shared_page(zlib.decompress(base64.b64decode(data)), letter))
         host.has_answered |= bool(message.get("answers"))
+        host.is_over |= bool(message.get("over"))
         notes: list[Note] = [(host, words) for words in message.get("notes", ())]
         for _, words in notes:
             if words[1] == "started":

@@ -228,8 +228,8 @@ class Supervisor:
             process.send(signal.SIGKILL)
         lost = ""
         if self._hosts is not None:
-            lost = self._hosts.lost(is_at_end=True)
-            self._hosts.end()
+            lost = self._hosts.lost()
+            lost = self._hosts.end() or lost
             processes.look()
         # The code of a launcher that this process has killed says nothing about the job.
         if self._has_ended_launcher:
