@@ -202,13 +202,53 @@ def rows(only: str) -> Any:
                 yield name, strategy, precision
 
 
+ZERO_TABLE_1 = {
+    (7.5, 4608, 29, 36): {4: (52.5, 41.3, 30), 64: (31.4, 16.6, 1.88), 1024: (30.1, 15.1, 0.12)},
+    (128, 10240, 101, 80): {4: (896, 704, 512), 64: (536, 284, 32), 1024: (513, 257, 2)},
+    (1000, 25600, 127, 160): {
+        4: (7000, 5500, 4000),
+        64: (4187, 2218, 250),
+        1024: (4011, 2013, 15.6),
+    },
+}
+"""Billions of parameters, width, layers and heads of a GPT -> ranks -> GB of stages 1, 2 and 3."""
+
+
+def zero_bytes(model: Any, strategy: str, ranks: int) -> float:
+    """Return bytes per parameter of a rank, with the dtypes of the paper."""
+    use = memory_of(model, Job(ranks, ranks, strategy, precision="bfloat16")).rank
+    size = model.parameter_count
+    own = 4 * size / ranks  # float32 parameters of the rank, beside the bfloat16 copy
+    # The paper's gradients have 2 bytes each, and those of mpishard 4.
+    return (use.parameters - own + use.gradients / 2 + own + use.optimizer_state) / size
+
+
+def published() -> None:
+    """Print table 1 of ZeRO beside the plan."""
+    for (billions, width, layers, heads), rows_of_size in ZERO_TABLE_1.items():
+        model = ms.nn.GPT(
+            vocabulary_size=50304, context_length=1024, width=width, heads=heads, layers=layers
+        )
+        print(f"{model.parameter_count / 1e9:.1f} billion, scaled to {billions}")
+        for ranks, figures in rows_of_size.items():
+            cells = []
+            for strategy, figure in zip(("zero1", "zero2", "fsdp"), figures, strict=True):
+                found = zero_bytes(model, strategy, ranks) * billions
+                cells.append(f"{found:.4g} / {figure} ({found / figure - 1:+.1%})")
+            print(f"| {billions:g} | {ranks} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Measure all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="one model")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--published", action="store_true", help="print ZeRO's table and end")
     arguments = parser.parse_args()
+    if arguments.published:
+        published()
+        return
     if arguments.measure:
         name, strategy, precision, path = arguments.measure
         measure(name, strategy, None if precision == "float32" else precision, path)
