@@ -18,6 +18,7 @@ _SCHEDULES = ("1f1b", "zb-h1")
 """Schedules that are tried: gpipe is never faster than 1f1b, and needs more memory."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CERTAIN = 1.1  # another number of micro-batches may need a little less than the largest
 _AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
 
 
@@ -124,9 +125,10 @@ def plan_mesh(
 def _bytes_needed(
     model: Any, job: Job, jobs: Sequence[Job], least: dict[object, int], limit: int
 ) -> int:
-    """Return the memory of a host; at least that of the thriftiest job on the same mesh.
+    """Return the memory of a host, or that of the job on the same mesh that needs least.
 
-    If that one does not fit, the others need not be planned, which takes a tenth of a second each.
+    If that one is far from fitting, the others need not be planned, each of which takes a tenth of
+    a second.
     """
 
     def key(one: Job) -> object:
@@ -134,9 +136,11 @@ def _bytes_needed(
 
     if key(job) not in least:
         like = [one for one in jobs if key(one) == key(job)]
-        thrifty = max(like, key=lambda j: (j.checkpoint_config is not None, j.micro_batch_count))
-        least[key(job)] = memory_of(model, thrifty).host.total
-    if least[key(job)] > limit:
+        most = max(one.micro_batch_count for one in like)
+        least[key(job)] = min(
+            memory_of(model, one).host.total for one in like if one.micro_batch_count == most
+        )
+    if least[key(job)] > _CERTAIN * limit:
         return least[key(job)]
     return memory_of(model, job).host.total
 

@@ -184,16 +184,16 @@ class _BlackBox:
 
 
 def test_mesh_is_the_fastest_that_fits():
-    job, model = Job(2, 2, batch_size=4), gpt(layers=2)
+    job, model = Job(2, 1, batch_size=4), gpt(width=64)
     free = plan_mesh(model, job, MACHINE, 1 << 40)
     assert free.chosen is free.candidates[0]
     nothing = plan_mesh(model, job, MACHINE, 1000)
     assert nothing.chosen is None
     assert all(each.missing == each.host_bytes - 1000 for each in nothing.candidates)
     limit = min(each.host_bytes for each in nothing.candidates)
-    assert limit < free.chosen.host_bytes
     tight = plan_mesh(model, job, MACHINE, limit)
-    assert tight.chosen.host_bytes == limit
+    assert tight.chosen.host_bytes <= limit
+    assert tight.chosen is not tight.candidates[0]
     before = tight.candidates[: tight.candidates.index(tight.chosen)]
     assert all(each.missing == each.host_bytes - limit > 0 for each in before)
     times = [each.step.seconds for each in tight.candidates]

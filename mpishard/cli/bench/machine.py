@@ -33,6 +33,7 @@ _ROWS, _WIDTH, _HEADS, _TIME = 256, 1024, 8, 128
 _LARGE = 1 << 25  # elements of the arrays that do not fit a cache, all ranks together
 _COLD = 1 << 26  # bytes of weights
 _MESSAGE = 1 << 23
+_MANY = 32
 _MESSAGES = 10  # times as many repeats, because both ranks must run at once
 _ELEMENT = np.dtype(np.float32)
 
@@ -250,21 +251,25 @@ class MachineBenchmark:
             return None
         other = pair.get(backend.rank)
         seconds = []
-        for length in (1, _MESSAGE // _ELEMENT.itemsize):
+        # A short message, a long one, and many short ones under way at once.
+        for length, count in ((1, 1), (_MESSAGE // _ELEMENT.itemsize, 1), (1, _MANY)):
             array = np.ones(length, _ELEMENT)
 
-            def exchange(array: Array = array) -> None:
+            def exchange(array: Array = array, count: int = count) -> None:
                 if other is not None:
-                    work = backend.send_async(array, other)
-                    backend.receive(other, array.size, dtype=array.dtype)
-                    work.wait()
+                    works = [backend.send_async(array, other) for _ in range(count)]
+                    for _ in range(count):
+                        backend.receive(other, array.size, dtype=array.dtype)
+                    for work in works:
+                        work.wait()
 
             # The clock of the wall: a thread that waits for a message may sleep.
             seconds.append(self._best(backend, exchange, clock=time.perf_counter, factor=_MESSAGES))
-        latency = seconds[0]
+        latency, long, many = seconds
         # All ranks of a host send at once: the rate is the host's.
-        sharing = 1 if within else sum(nodes[r] == nodes[min(pair)] for r in pair)
-        return Link(latency, sharing * _MESSAGE / max(seconds[1] - latency, 1e-9))
+        sharing = 1 if within else sum(nodes[rank] == nodes[min(pair)] for rank in pair)
+        rate = sharing * _MESSAGE / max(long - latency, 1e-9)
+        return Link(latency, rate, max(0.0, many - latency) / (_MANY - 1))
 
     def table(self, machine: Machine) -> Table:
         """Return the measurements as a table, of products the slowest and the fastest."""
