@@ -298,7 +298,7 @@ class Machine:
         if self.network is None:
             raise MachineError(
                 'the machine file has no "network": measure it on two hosts with `mpishard run '
-                "--hosts a,b -n 2 -m mpishard.cli.bench machine`, or write its latency and "
+                "--hosts a,b -n 2 -m mpishard bench machine`, or write its latency and "
                 "bytes_per_second by hand"
             )
         return self.network

@@ -1,7 +1,7 @@
 """``mpishard bench``: measure collectives and training steps on this machine, or on a cluster.
 
 Begin with ``command.py``: it has the subcommands, starts the ranks, and shows and writes the
-results. Subcommands measure in ``collectives.py`` (beside those of MPI) and ``step.py``: a
+results. Subcommands measure in ``collectives.py`` (beside those of MPI), ``step.py`` and ``machine.py``: a
 benchmark is a dataclass with ``run(backend)`` and ``table(results, world_size)``. With ``-n`` each
 rank runs the same command again. ``benchmarks/`` of the repository measures more, with the same
 classes.
