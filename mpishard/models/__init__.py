@@ -22,7 +22,6 @@ from mpishard.models.engine.update import (
 from mpishard.models.programs.chain import LocalLayers
 from mpishard.models.programs.layered_program import LayeredProgram, whole_layers
 from mpishard.models.programs.mesh_program import MeshProgram
-from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import (
     ArrivalPlan,
@@ -32,7 +31,7 @@ from mpishard.models.programs.placed_program import (
     units_of_modules,
     views_of_entries,
 )
-from mpishard.models.programs.program import Batch, Program, WholeProgram
+from mpishard.models.programs.program import Program
 from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import (
     BackwardPass,

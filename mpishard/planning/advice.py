@@ -37,7 +37,8 @@ def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str
         return
     missing = (f"{row.name} {gibibytes(row.host.total - limit)}" for row in rows)
     yield f"Nothing fits {gibibytes(limit)} per host. Missing per host: {', '.join(missing)}."
-    job = min(rows, key=lambda row: row.host.total).job
+    # Of equal rows the last, which shards most and gains most from more hosts.
+    job = min(reversed(rows), key=lambda row: row.host.total).job
     yield from _on_more_hosts(model, job, limit, "")
     if not isinstance(model, ILayeredModel):
         return

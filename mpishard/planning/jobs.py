@@ -44,7 +44,7 @@ class Job:
         Sizes of the pipeline, tensor and data axes, for "hybrid"; -1 for the data axis is what is
         left. Other strategies ignore it.
     data_parallel_strategy : str
-        Strategy of the data axis of a mesh.
+        Strategy of the data axis of a mesh, by default that of `HybridShardedModel`.
     batch_size : int, optional
         Samples of a step, of all ranks together. Default: 8 for each rank that computes its own.
     micro_batch_count : int
@@ -75,7 +75,7 @@ class Job:
     hosts: int = 1
     strategy: str = "fsdp"
     mesh: tuple[int, int, int] = (1, 1, -1)
-    data_parallel_strategy: str = "ddp"
+    data_parallel_strategy: str = "zero1"
     batch_size: int | None = None
     micro_batch_count: int = 1
     schedule: IPipelineSchedule | str | None = None
@@ -271,7 +271,7 @@ class ModuleShapes(IPlaceableModel):
 
 
 _EXPECTED = (
-    "expected a model that has shapes and no arrays: one of mpishard.nn whose parameters nobody has "
-    "asked for, a PyTorch module on the device meta, or a black box"
+    "expected a model that has shapes and no arrays: one of mpishard.nn whose parameters nobody "
+    "has asked for, a PyTorch module on the device meta, or a black box"
 )
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -25,6 +25,7 @@ from mpishard.models import (
     mesh_choices,
     require_precision,
 )
+from mpishard.nn import Attention, Layer
 from mpishard.observe import MemoryCategory
 from mpishard.planning.backend import PlannedBackend, PlannedMesh
 from mpishard.planning.jobs import Job, UnplannableError
@@ -153,7 +154,10 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
             f"{type(model).__name__} is a black box, which a mesh does not divide: plan ddp, "
             "zero1, zero2 or fsdp"
         )
-    choices, infos = mesh_choices(model, mesh, mesh_options_of(job)), model.get_all_layer_info()
+    infos = model.get_all_layer_info()
+    for info in infos:
+        check_heads(info.name, info.layer, mesh.tensor_size)
+    choices = mesh_choices(model, mesh, mesh_options_of(job))
     count = choices.micro_batch_count
     for rank in range(mesh.pipeline_size):
         layers = [infos[slice(*choices.stages[stage])] for stage in choices.stages_of(rank)]
@@ -167,6 +171,18 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
         # The ends have the model's input, its loss, and layers that share parameters.
         ends = rank in (0, mesh.pipeline_size - 1) and rank
         yield tuple(kinds), tuple(map(len, layers)), tuple(order), ends
+
+
+def check_heads(name: str, layer: Layer, tensor: int) -> None:
+    """Refuse attention with fewer heads than tensor ranks: each rank would compute all of it."""
+    heads = min(layer.heads, layer.kv_heads) if isinstance(layer, Attention) else tensor
+    if heads < tensor:
+        raise UnplannableError(
+            f"a tensor axis of {tensor} ranks does not divide the {heads} heads of {name}; give "
+            f"at most {heads}"
+        )
+    for child, inner in layer.children.items():
+        check_heads(f"{name}.{child}", inner, tensor)
 
 
 def mesh_options_of(job: Job) -> MeshOptions:

@@ -438,9 +438,6 @@ class ShardedGradients(GradientStore):
 
     def begin(self, this: BackwardPass) -> None:
         super().begin(this)
-        while self._unbooked:
-            slot = self._unbooked.pop()
-            self.layout.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
         self._defers = this.defer
         # The round's last pass reduces all that earlier ones have added.
         self._is_deferring = this.defer and not this.is_last
@@ -525,7 +522,12 @@ class ShardedGradients(GradientStore):
         if not self._free and self._slot_count >= self.SLOTS and self.in_flight:
             self._finish_oldest()
         if self._free:
-            return self._free.pop()
+            slot = self._free.pop()
+            # Shared memory takes no bytes until it is written: one unit never needs two slots.
+            if slot in self._unbooked:
+                self._unbooked.remove(slot)
+                self.layout.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
+            return slot
         self._slot_count += 1
         array = self.layout.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
         return self.layout.private_slot(array)
