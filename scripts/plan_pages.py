@@ -33,6 +33,10 @@ _PEAK, _EFFICIENCY = 312e12, 0.63
 _AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers=1)
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
 def a100() -> Machine:
     """Return a node of 8 A100 GPUs of 80 GB, as the paper states it, and the efficiency above."""
     return Machine(
@@ -79,14 +83,13 @@ def planned(row: tuple[float, ...]) -> float:
 
 def table() -> None:
     """Print the table as Markdown."""
-    print("| parameters | GPUs | TP x PP | batch | published | planned | difference |")
-    print("|---|---|---|---|---|---|---|")
+    _say("| parameters | GPUs | TP x PP | batch | published | planned | difference |")
+    _say("|---|---|---|---|---|---|---|")
     for row in MEGATRON:
         theirs, ours = published(row), planned(row)
-        print(
+        _say(
             f"| {row[0]} billion | {row[6]} | {row[4]} x {row[5]} | {row[7]} | {theirs:.2f} s "
             f"| {ours:.2f} s | {ours / theirs - 1:+.0%} |",
-            flush=True,
         )
 
 
@@ -117,7 +120,7 @@ def curves(path: str) -> None:
     """Draw tokens per second against the number of ranks, and print where each line ends."""
     model = nn.GPT(vocabulary_size=50_257, context_length=1024, width=768, heads=12, layers=12)
     panels = []
-    print("| | 25 Gbit/s | 200 Gbit/s |\n|---|---|---|")
+    _say("| | 25 Gbit/s | 200 Gbit/s |\n|---|---|---|")
     cells: dict[str, list[str]] = {}
     for gigabits in (25, 200):
         machine = cpu_nodes(gigabits)
@@ -130,7 +133,7 @@ def curves(path: str) -> None:
         title = f"{gigabits} Gbit/s between hosts of 16 ranks"
         panels.append(Panel(title, "ranks", "tokens per second", drawn))
     for name, found in cells.items():
-        print(f"| {name} | {' | '.join(found)} |")
+        _say(f"| {name} | {' | '.join(found)} |")
     plot_panels(path, panels)
 
 

@@ -22,10 +22,6 @@ from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of
 from mpishard.planning.step import PARTS, StepPlan, plan_step
 
 __all__ = [
-    "COLUMNS",
-    "DATA_STRATEGIES",
-    "PARTS",
-    "Candidate",
     "Job",
     "Link",
     "Machine",
@@ -38,10 +34,7 @@ __all__ = [
     "ProductRate",
     "StepPlan",
     "UnplannableError",
-    "memory_of",
     "plan_memory",
     "plan_mesh",
     "plan_step",
-    "planned_model",
-    "works_of",
 ]

@@ -123,8 +123,8 @@ class Machine:
     products : tuple of ProductRate
         At least one.
     memory : tuple of float
-        Bytes per second that each rank reads and writes while 1, 2, .. ranks of a node do so; at
-        least one. The last one holds for more ranks, which share it.
+        Bytes per second that each rank reads and writes while 1, 2, .. ranks of a node do so, or
+        one number for each of ``ranks_per_node`` ranks. More ranks share what the last ones have.
     node : Link
         Between two ranks of a node.
     network : Link, optional
@@ -283,8 +283,9 @@ class Machine:
 
         More ranks than were measured share the last rate.
         """
-        known = len(self.memory)
-        rate = self.memory[min(ranks, known) - 1]
+        # One number holds for each rank of a node.
+        known = len(self.memory) if len(self.memory) > 1 else self.ranks_per_node
+        rate = self.memory[min(ranks, len(self.memory)) - 1]
         return nbytes / (rate * min(1.0, known / ranks))
 
     def between_hosts(self) -> Link:
@@ -298,7 +299,7 @@ class Machine:
         if self.network is None:
             raise MachineError(
                 'the machine file has no "network": measure it on two hosts with `mpishard run '
-                "--hosts a,b -n 2 -m mpishard.cli.bench machine`, or write its latency and "
+                "--hosts a,b -n 2 -m mpishard bench machine`, or write its latency and "
                 "bytes_per_second by hand"
             )
         return self.network

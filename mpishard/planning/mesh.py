@@ -18,6 +18,7 @@ _SCHEDULES = ("1f1b", "zb-h1")
 """Schedules that are tried: gpipe is never faster than 1f1b, and needs more memory."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CERTAIN = 1.1  # another number of micro-batches may need a little less than the largest
 _AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
 
 
@@ -30,7 +31,8 @@ class Candidate:
     step : StepPlan
         Time of its step.
     host_bytes : int or None
-        Memory of a host; None if a faster job was chosen before it was planned.
+        Memory of a host; None if a faster job was chosen before it was planned. If no micro-batch
+        count fits, with recomputation or without, it is that of the one that needs least.
     missing : int
         Bytes that a host lacks; 0 if it fits, or was not planned.
     """
@@ -109,19 +111,38 @@ def plan_mesh(
     steps.sort(key=lambda step: step.seconds)
     found: list[Candidate] = []
     chosen = None
+    least: dict[object, int] = {}
     for step in steps:
-        if chosen is not None:
+        if chosen is None:
+            nbytes = _bytes_needed(model, step.job, [s.job for s in steps], least, host_memory)
+            found.append(Candidate(step, nbytes, max(0, nbytes - host_memory)))
+            chosen = found[-1] if nbytes <= host_memory else None
+        else:
             found.append(Candidate(step))
-            continue
-        try:
-            nbytes = memory_of(model, step.job).host.total
-        except UnplannableError as error:
-            refused["x".join(map(str, step.job.sizes))] = str(error)
-            continue
-        found.append(Candidate(step, nbytes, max(0, nbytes - host_memory)))
-        if nbytes <= host_memory:
-            chosen = found[-1]
     return MeshPlan(chosen, tuple(found), tuple(refused.items()))
+
+
+def _bytes_needed(
+    model: Any, job: Job, jobs: Sequence[Job], least: dict[object, int], limit: int
+) -> int:
+    """Return the memory of a host, or that of the job on the same mesh that needs least.
+
+    If that one is far from fitting, the others need not be planned, each of which takes a tenth of
+    a second.
+    """
+
+    def key(one: Job) -> object:
+        return one.precision, one.sizes, one.strategy, one.data_parallel_strategy
+
+    if key(job) not in least:
+        like = [one for one in jobs if key(one) == key(job)]
+        most = max(one.micro_batch_count for one in like)
+        least[key(job)] = min(
+            memory_of(model, one).host.total for one in like if one.micro_batch_count == most
+        )
+    if least[key(job)] > _CERTAIN * limit:
+        return least[key(job)]
+    return memory_of(model, job).host.total
 
 
 def _jobs(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[Job]:
@@ -131,6 +152,8 @@ def _jobs(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[Jo
         own = replace(job, precision=precision, micro_batch_count=1, checkpoint_config=None)
         for strategy in DATA_STRATEGIES:
             yield replace(own, strategy=strategy)
+        # Ranks of a tensor axis are neighbours, so that they are on one host.
+        own = replace(own, order=("pipeline", "data", "tensor"))
         for pipeline, tensor in _meshes(job, layers):
             mesh = (pipeline, tensor, job.ranks // (pipeline * tensor))
             strategies = DATA_STRATEGIES if mesh[2] > 1 else ("ddp",)

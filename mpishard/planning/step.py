@@ -35,7 +35,7 @@ from mpishard.planning.backend import PlannedBackend, PlannedMesh
 from mpishard.planning.costs import Work, works_of
 from mpishard.planning.jobs import Job, UnplannableError, planned_model
 from mpishard.planning.machine import Link, Machine
-from mpishard.planning.rank_memory import mesh_options_of
+from mpishard.planning.rank_memory import check_heads, mesh_options_of
 
 PARTS = ("computing", "messages", "bubble", "waiting", "update")
 """Parts of a step, in the order of tables and pictures."""
@@ -341,6 +341,8 @@ class _Planner:
     def _choices(self) -> MeshChoices:
         """Return the layers of each stage, as the run has them."""
         job = self._job
+        for info in self._model.get_all_layer_info():
+            check_heads(info.name, info.layer, job.sizes[1])
         try:
             choices = mesh_choices(self._model, self._mesh(0), mesh_options_of(job))
         except ValueError as error:

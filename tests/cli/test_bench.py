@@ -16,6 +16,7 @@ from mpishard.cli.bench.step import StepBenchmark, training_step
 from mpishard.cli.outputs import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
+from mpishard.planning import Machine
 from mpishard.testing.worlds import in_worlds
 
 SMALL = [
@@ -298,3 +299,19 @@ def test_a_collective_with_a_wrong_result_is_not_timed(monkeypatch, kind):
     benchmark = CollectiveBenchmark([kind], [64], repeats=1)
     with pytest.raises(ArithmeticError, match=r"ours gives .* and not"):
         run_in_threads(2, benchmark.run)
+
+
+def test_machine_writes_a_file_that_plans_read(tmp_path, monkeypatch):
+    for name, small in (("_SIZES", (4, 16)), ("_LARGE", 256), ("_COLD", 4096), ("_MESSAGE", 64)):
+        monkeypatch.setattr(f"mpishard.cli.bench.machine.{name}", small)
+    path = tmp_path / "machine.json"
+    ended = bench("machine", "--world-size", 2, "--repeats", 1, "--json", path)
+    assert ended.exit_code == 0, ended.output
+    machine = Machine.load(path)
+    assert machine.ranks_per_node == len(machine.memory) == 2
+    assert machine.network is None
+    shapes = {(p.rows, p.columns, p.inner) for p in machine.products if p.precision == "float32"}
+    assert len(shapes) == 8
+    names = {each.name for each in machine.passes}
+    assert {"GELU", "LayerNorm", "CausalAttention", "CrossEntropy", "AdamW"} <= names
+    assert all(len(line) <= 80 for line in ended.stdout.splitlines())

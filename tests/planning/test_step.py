@@ -184,19 +184,21 @@ class _BlackBox:
 
 
 def test_mesh_is_the_fastest_that_fits():
-    job = Job(4, 2, batch_size=32)
-    free = plan_mesh(gpt(), job, MACHINE, 1 << 40)
+    job, model = Job(2, 1, batch_size=4), gpt(width=64)
+    free = plan_mesh(model, job, MACHINE, 1 << 40)
     assert free.chosen is free.candidates[0]
-    limit = free.chosen.host_bytes - 1
-    tight = plan_mesh(gpt(), job, MACHINE, limit)
+    nothing = plan_mesh(model, job, MACHINE, 1000)
+    assert nothing.chosen is None
+    assert all(each.missing == each.host_bytes - 1000 for each in nothing.candidates)
+    limit = min(each.host_bytes for each in nothing.candidates)
+    tight = plan_mesh(model, job, MACHINE, limit)
     assert tight.chosen.host_bytes <= limit
+    assert tight.chosen is not tight.candidates[0]
     before = tight.candidates[: tight.candidates.index(tight.chosen)]
-    assert before
     assert all(each.missing == each.host_bytes - limit > 0 for each in before)
     times = [each.step.seconds for each in tight.candidates]
     assert times == sorted(times)
-    assert {each.step.job.samples for each in tight.candidates} == {32}
-    assert plan_mesh(gpt(), job, MACHINE, 1000).chosen is None
+    assert {each.step.job.samples for each in tight.candidates} == {4}
 
 
 # --------------------------------------------------------------------------------- machine files

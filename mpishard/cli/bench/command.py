@@ -125,7 +125,7 @@ def machine(
     output: Annotated[
         Path, typer.Option("--json", metavar="FILE", help="Machine file to write.")
     ] = Path("machine.json"),
-    repeats: Annotated[int, _count("Number of times of each call; the fastest counts.")] = 15,
+    repeats: Annotated[int, _count("Number of times of each call.")] = 15,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:

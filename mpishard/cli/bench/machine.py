@@ -20,6 +20,7 @@ from mpishard.cli.machine import describe_machine
 from mpishard.cli.tables import figures_table
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend
+from mpishard.observe import Timing
 from mpishard.optimizers import AdamW, UpdateContext
 from mpishard.planning import Link, Machine, PassRate, ProductRate, works_of
 from mpishard.sharding import ShardingConfiguration
@@ -33,6 +34,7 @@ _ROWS, _WIDTH, _HEADS, _TIME = 256, 1024, 8, 128
 _LARGE = 1 << 25  # elements of the arrays that do not fit a cache, all ranks together
 _COLD = 1 << 26  # bytes of weights
 _MESSAGE = 1 << 23
+_MANY = 32
 _MESSAGES = 10  # times as many repeats, because both ranks must run at once
 _ELEMENT = np.dtype(np.float32)
 
@@ -46,8 +48,7 @@ class MachineBenchmark:
     Parameters
     ----------
     repeats : int
-        Number of times of each call, of which the fastest counts: other programs can only make a
-        call slower.
+        Number of times of each call.
     """
 
     repeats: int = 15
@@ -77,7 +78,7 @@ class MachineBenchmark:
             memory_facts().get("MemTotal"),
         )
 
-    def _best(
+    def _seconds(
         self,
         backend: CommunicationBackend,
         call: Call,
@@ -85,22 +86,26 @@ class MachineBenchmark:
         clock: Callable[[], float] = time.thread_time,
         factor: int = 1,
     ) -> float:
-        """Return the least seconds of a call that all ranks make at once: the mean of the ranks.
+        """Return the seconds of a call that all ranks make at once: the mean of the ranks.
 
-        The clock of the thread counts only while it runs: other programs do not slow it down.
+        The clock of the thread counts only while it runs, so that other programs do not slow it
+        down, and the lower quartile leaves out calls whose caches they have emptied. By the clock
+        of the wall the fastest call counts.
         """
-        least = math.inf
         if prepare is not None:
             prepare()
         call()
+        seconds = []
         for _ in range(self.repeats * factor):
             if prepare is not None:
                 prepare()
             backend.barrier()
             start = clock()
             call()
-            least = min(least, clock() - start)
-        return float(backend.all_gather(np.array([least])).mean())
+            seconds.append(clock() - start)
+        # The least would be too good: a step has many calls, and few of them are the fastest.
+        own = Timing(tuple(seconds)).quartiles[0] if clock is time.thread_time else min(seconds)
+        return float(backend.all_gather(np.array([own])).mean())
 
     def _products(self, backend: CommunicationBackend) -> Iterator[ProductRate]:
         for precision in _precisions():
@@ -122,7 +127,7 @@ class MachineBenchmark:
                     for _ in range(calls):
                         nn.product(x, next(weights).T, next(outs))
 
-                seconds = self._best(backend, call) / calls
+                seconds = self._seconds(backend, call) / calls
                 yield ProductRate(
                     precision, rows, columns, inner, 2 * rows * columns * inner / seconds
                 )
@@ -152,7 +157,7 @@ class MachineBenchmark:
             for loss in (nn.CrossEntropy(), nn.MSE()):
                 x = np.ones((_ROWS, _WIDTH), dtype)
                 y = np.zeros(_ROWS, np.int64) if isinstance(loss, nn.CrossEntropy) else x.copy()
-                seconds = self._best(backend, lambda: loss.backward(loss.forward(x, y)[2]))  # noqa: B023
+                seconds = self._seconds(backend, lambda: loss.backward(loss.forward(x, y)[2]))  # noqa: B023
                 yield PassRate(type(loss).__name__, precision, seconds / x.size)
 
     def _layer(
@@ -169,8 +174,8 @@ class MachineBenchmark:
             y = generator.standard_normal((shape[0], *output)).astype(dtype)
             total, bias = np.zeros(output, np.float32), np.ones(output, dtype)
             return (
-                self._best(backend, lambda: nn.added(y, bias, out=y)),
-                self._best(backend, lambda: nn.add_column_sums(total, y.reshape(-1, *output))),
+                self._seconds(backend, lambda: nn.added(y, bias, out=y)),
+                self._seconds(backend, lambda: nn.add_column_sums(total, y.reshape(-1, *output))),
             )
         if layer.takes_integers:
             x: Array = generator.integers(0, _ROWS, shape)
@@ -194,7 +199,7 @@ class MachineBenchmark:
         def backward() -> None:
             layer.backward(p, state.pop("saved"), state.pop("dy"), g)
 
-        return self._best(backend, forward), self._best(backend, backward, prepare)
+        return self._seconds(backend, forward), self._seconds(backend, backward, prepare)
 
     def _update(self, backend: CommunicationBackend) -> PassRate:
         """Return the time of AdamW's update for each parameter."""
@@ -203,7 +208,7 @@ class MachineBenchmark:
         p, g = np.ones(length, _ELEMENT), np.ones(length, _ELEMENT)
         state = {name: np.zeros(length, _ELEMENT) for name in rule.needed_state()}
         context = UpdateContext(1, 1e-3, 1.0)
-        seconds = self._best(backend, lambda: rule.update(p, g, state, (), context))
+        seconds = self._seconds(backend, lambda: rule.update(p, g, state, (), context))
         return PassRate("AdamW", "float32", seconds / length)
 
     def _memory(self, backend: CommunicationBackend, active: int) -> float:
@@ -211,14 +216,14 @@ class MachineBenchmark:
         length = _LARGE // len(backend.peers)
         a, b = np.ones(length, _ELEMENT), np.zeros(length, _ELEMENT)
         works = backend.local_rank < active
-        least = math.inf
+        seconds = []
         for _ in range(self.repeats):
             backend.barrier()
             start = time.thread_time()
             if works:
                 np.copyto(b, a)
-                least = min(least, time.thread_time() - start)
-        rate = 2 * a.nbytes / least if works else 0.0
+                seconds.append(time.thread_time() - start)
+        rate = 2 * a.nbytes / Timing(tuple(seconds)).quartiles[0] if works else 0.0
         rates = backend.all_gather(np.array([rate]))
         return float(rates[rates > 0].mean())
 
@@ -234,7 +239,7 @@ class MachineBenchmark:
             x = np.ones((1, 4), np.float32)
             config = ShardingConfiguration(own, minimum_parameter_group_size=unit)
             _, step = training_step(config, model, "ddp", x, x)
-            seconds.append(self._best(backend, step))
+            seconds.append(self._seconds(backend, step))
             own.shutdown()
         few, many, units = seconds
         # Each further layer is a Linear and a ReLU, forward and backward.
@@ -250,21 +255,27 @@ class MachineBenchmark:
             return None
         other = pair.get(backend.rank)
         seconds = []
-        for length in (1, _MESSAGE // _ELEMENT.itemsize):
+        # A short message, a long one, and many short ones under way at once.
+        for length, count in ((1, 1), (_MESSAGE // _ELEMENT.itemsize, 1), (1, _MANY)):
             array = np.ones(length, _ELEMENT)
 
-            def exchange(array: Array = array) -> None:
+            def exchange(array: Array = array, count: int = count) -> None:
                 if other is not None:
-                    work = backend.send_async(array, other)
-                    backend.receive(other, array.size, dtype=array.dtype)
-                    work.wait()
+                    works = [backend.send_async(array, other) for _ in range(count)]
+                    for _ in range(count):
+                        backend.receive(other, array.size, dtype=array.dtype)
+                    for work in works:
+                        work.wait()
 
             # The clock of the wall: a thread that waits for a message may sleep.
-            seconds.append(self._best(backend, exchange, clock=time.perf_counter, factor=_MESSAGES))
-        latency = seconds[0]
+            seconds.append(
+                self._seconds(backend, exchange, clock=time.perf_counter, factor=_MESSAGES)
+            )
+        latency, long, many = seconds
         # All ranks of a host send at once: the rate is the host's.
-        sharing = 1 if within else sum(nodes[r] == nodes[min(pair)] for r in pair)
-        return Link(latency, sharing * _MESSAGE / max(seconds[1] - latency, 1e-9))
+        sharing = 1 if within else sum(nodes[rank] == nodes[min(pair)] for rank in pair)
+        rate = sharing * _MESSAGE / max(long - latency, 1e-9)
+        return Link(latency, rate, max(0.0, many - latency) / (_MANY - 1))
 
     def table(self, machine: Machine) -> Table:
         """Return the measurements as a table, of products the slowest and the fastest."""

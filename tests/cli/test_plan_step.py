@@ -1,0 +1,85 @@
+"""``mpishard plan step`` and ``mesh``: tables, JSON, a picture, and refusals."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mpishard.cli import app
+from mpishard.planning import PARTS, Link, Machine, ProductRate
+
+MODELS = """
+import mpishard as ms
+
+def gpt():
+    return ms.nn.GPT(vocabulary_size=32, context_length=16, width=32, heads=4, layers=2)
+
+def box():
+    return BlackBox()
+
+class BlackBox:
+    def get_parameters(self):
+        return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "models.py").write_text(MODELS)
+    rates = (ProductRate("float32", 64, 64, 64, 1e10),)
+    machine = Machine("by hand", 2, rates, (1e9,), Link(1e-6, 1e9), memory_bytes=1 << 30)
+    machine.write(tmp_path / "machine.json")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_step_as_a_table_a_picture_and_json(folder):
+    options = ("models.py:gpt", "-n", 4, "--batch", 16, "--mesh", "2x1x2", "--mesh", "1x2x2")
+    options += ("-m", 4, "--schedule", "1f1b", "--schedule", "zb-h1")
+    ended = plan("step", *options, "--output", "bars.png")
+    assert ended.exit_code == 0, ended.output
+    assert (folder / "bars.png").stat().st_size > 1000
+    assert all(len(line) <= 80 for line in ended.stdout.splitlines())
+    ended = plan("step", *options, "--json")
+    steps = json.loads(ended.stdout)["steps"]
+    assert [step["strategy"] for step in steps] == ["ddp", "zero1", "zero2", "fsdp"] + 3 * [
+        "hybrid"
+    ]
+    assert [step["schedule"] for step in steps[4:]] == ["1F1B", "ZB-H1", None]
+    for step in steps:
+        assert step["seconds"] == pytest.approx(sum(step[part] for part in PARTS))
+        assert step["samples_per_second"] == pytest.approx(16 / step["seconds"])
+
+
+def test_mesh_says_what_it_rejected(folder):
+    ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4, "--json")
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)["candidates"]
+    assert found[0]["is_chosen"]
+    ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4, "--memory", "1KB")
+    assert ended.exit_code == 1
+    assert "more" in ended.stdout
+    assert "Nothing fits" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("step", "models.py:gpt", "-n", 4, "--mesh", "2x2"), "--mesh is pipeline x tensor x data"),
+        (("step", "models.py:gpt", "-n", 4, "--mesh", "3x1x1"), "and the world has 4 ranks"),
+        (("step", "models.py:box", "-n", 4), "has no layers"),
+        (("step", "models.py:none", "-n", 4), "has no 'none'"),
+        (("step", "models.py:gpt", "-n", 4, "--hosts", 2), 'has no "network"'),
+        (("step", "models.py:gpt", "-n", 4, "--machine", "models.py"), "is no JSON"),
+        (("step", "models.py:gpt", "-n", 4, "--precision", "bfloat16"), "no products in bfloat16"),
+        (("mesh", "models.py:gpt", "-n", 2, "--memory", "much"), "a size is a number"),
+    ],
+)
+def test_refusals(folder, options, words):
+    ended = plan(*options)
+    assert ended.exit_code == 2
+    assert words in ended.output.replace("\n", " "), ended.output
