@@ -275,11 +275,8 @@ def check_name(name: str, kind: str) -> None:
     Raises
     ------
     ValueError
-        For an empty name, the name that the format reserves, and a name that cannot be written as
-        UTF-8.
+        For the name that the format reserves, and for a name that cannot be written as UTF-8.
     """
-    if not name:
-        raise ValueError(f"a {kind} has an empty name; give it one")
     if name == _RESERVED:
         raise ValueError(
             f"{kind} name {name!r} is reserved by the safetensors format; choose another name"

@@ -9,7 +9,7 @@ from types import EllipsisType
 
 from mpishard.base import Array, copy_into
 
-FLAT = ""
+FLAT = "<flat vector>"
 """Name of the model's flat vector in a `Region`. No parameter has it."""
 
 Box = tuple[tuple[int, int], ...]
@@ -96,7 +96,7 @@ class Region:
 
     def __str__(self) -> str:
         box = ", ".join(f"{low}:{high}" for low, high in self.box)
-        return f"{self.name or 'the flat vector'}[{box}][{self.start}:{self.stop}]"
+        return f"{self.name}[{box}][{self.start}:{self.stop}]"
 
 
 def boxes_of(region: Region) -> Iterator[tuple[Box, slice]]:

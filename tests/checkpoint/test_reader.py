@@ -284,7 +284,7 @@ def flat(content: dict[str, Any]) -> list[dict[str, Any]]:
     ("edit", "message"),
     [
         (lambda c: flat(c)[0].update(box=[[1, 13]]), "is not a range of the flat vector"),
-        (lambda c: flat(c)[0].update(box=[[0, 14]]), r"the flat vector\[0:14\].* is not a part of"),
+        (lambda c: flat(c)[0].update(box=[[0, 14]]), r"<flat vector>\[0:14\].* is not a part of"),
         (
             lambda c: flat(c)[0].update(stop=14),
             r"\[0:14\] is not a part of a tensor of shape \(13,",
