@@ -82,21 +82,21 @@ class CheckpointBenchmark:
 
     Parameters
     ----------
-    tiny : int
-        Number of parameters of 10 elements, in layer norms, of the model that is measured instead;
-        0 for the MLP.
     nbytes : int
         Size of one rank's file, about.
     repeats : int
         Number of times of each way.
     folder : Path
         A folder on the file system that is measured.
+    tiny : int
+        Number of parameters of 10 elements, in layer norms, of the model that is measured instead;
+        0 for the MLP.
     """
 
-    tiny: int
     nbytes: int
     repeats: int
     folder: Path
+    tiny: int = 0
 
     def model(self, world_size: int) -> nn.Model:
         """Return the model before it is sharded."""
@@ -264,7 +264,7 @@ def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
 def main(backend: CommunicationBackend, arguments: argparse.Namespace) -> tuple[Any, Table]:
     """Measure."""
     benchmark = CheckpointBenchmark(
-        arguments.tiny, arguments.size, arguments.repeats, arguments.folder
+        arguments.size, arguments.repeats, arguments.folder, arguments.tiny
     )
     results = benchmark.run(backend)
     rows = [asdict(result) for result in results]

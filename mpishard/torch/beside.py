@@ -148,7 +148,8 @@ def _restored(value: Any) -> Any:
             return Path(value[_PATH])
         return kind({key: _restored(item) for key, item in value.items()})
     if kind in (list, tuple):
-        return kind(_restored(item) for item in value)
+        # Most are names of parameters, which need no call.
+        return kind([item if type(item) in _READ_TYPES else _restored(item) for item in value])
     return value
 
 

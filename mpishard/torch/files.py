@@ -142,6 +142,8 @@ class _ModelView:
         self, owner: ShardedModule, optimizer: _OptimizerView | None, scheduler: Any
     ) -> None:
         self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
+        # The state beside arrays of the checkpoint that was checked last.
+        self._beside: Document = {}
         # Changes that the user made in gathered parameters go to the pieces, which are saved.
         owner.free_gathered()
 
@@ -195,7 +197,7 @@ class _ModelView:
                 "it was not saved by mpishard.torch.save, and holds neither buffers nor the state "
                 "of an optimizer of PyTorch"
             )
-        beside = beside_in(metadata[_BESIDE])
+        beside = self._beside = beside_in(metadata[_BESIDE])
         check_state(self._owner.placed, beside["model"])
         if self._scheduler is not None and "scheduler" not in beside:
             raise ValueError("it was saved without a scheduler")
@@ -207,14 +209,15 @@ class _ModelView:
                 undone.enter_context(_attributes_unchanged(self._optimizer.optimizer))
             if self._scheduler is not None:
                 undone.enter_context(_scheduler_unchanged(self._scheduler))
-            self._take(beside)
+            # A copy, because user code may change what it is given.
+            self._take(copy.deepcopy(beside))
 
     def restored(self, metadata: Metadata) -> None:
         # Rounded copies and gathered units are older than the arrays that were read.
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()
-        self._take(beside_in(metadata[_BESIDE]))
+        self._take(self._beside)
 
     def _take(self, beside: Metadata) -> None:
         take_state(self._owner.placed, beside["model"])

@@ -47,7 +47,8 @@ MOST_DIMS = 32
 """Maximum number of dims of a tensor. NumPy allows 64, and 32 before version 2."""
 
 _FORMAT = "mpishard checkpoint"
-_VERSION = 3
+_VERSION = 4
+_READ_VERSIONS = (3, 4)  # Version 3 had no ranges of the flat vector.
 _LONGEST = 1 << 28  # Maximum bytes of a manifest.
 _MOST_BYTES = 1 << 63  # Bytes of an array, and all counts, must be below this number.
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
@@ -223,6 +224,13 @@ class Manifest:
                     tensors[piece.file][key] = piece.offset, stop
         return tensors
 
+    def tables(self) -> dict[str, int | None]:
+        """Return for each file the `table_checksum` that it has if ranges of the flat vector."""
+        given = (record.pieces.get(FLAT, ()) for record in self.arrays.values())
+        flat = {piece.file for pieces in given for piece in pieces}
+        table = table_checksum(self.parameters)
+        return {name: table if name in flat else None for name in self.files}
+
     def within(self, file: str, low: int, high: int) -> tuple[str, ...]:
         """Return the tensors of the bytes [low, high) of a file: ``"parameters of <name>"``."""
         found: dict[str, None] = {}
@@ -338,10 +346,10 @@ class Manifest:
             raise CheckpointError(f"it is not JSON: {type(error).__name__}: {error}") from None
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise CheckpointError(f"its format is not {_FORMAT!r}")
-        if document.get("version") != _VERSION:
+        if document.get("version") not in _READ_VERSIONS:
             raise CheckpointError(
-                f"it has version {document.get('version')!r}; this mpishard reads version "
-                f"{_VERSION}, and a newer one may read it"
+                f"it has version {document.get('version')!r}; this mpishard reads "
+                f"versions {_READ_VERSIONS}, and a newer one may read it"
             )
         try:
             content = document["content"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpishard.base import Array, CheckpointError, Metadata
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
-from mpishard.checkpoint.format.tensor_file import FileRecord, table_checksum
+from mpishard.checkpoint.format.tensor_file import FileRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.loading.restore import open_whole
@@ -149,10 +149,12 @@ def problems_in(
     except OSError as error:  # This includes CheckpointError.
         return [CheckpointProblem(MANIFEST, (), str(error))]
     total = sum(record.nbytes for record in manifest.files.values())
-    table = table_checksum(manifest.parameters)
+    tables = manifest.tables()
     problems, done, listed = [], 0, manifest.tensors_by_file()
     for name, record in manifest.files.items():
-        for low, high, reason in _read_through(directory / name, record, listed[name], table):
+        for low, high, reason in _read_through(
+            directory / name, record, listed[name], tables[name]
+        ):
             if reason:
                 problems.append(CheckpointProblem(name, manifest.within(name, low, high), reason))
             done += high - low
@@ -162,7 +164,7 @@ def problems_in(
 
 
 def _read_through(
-    file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]], table: int
+    file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]], table: int | None
 ) -> Iterator[tuple[int, int, str]]:
     """Yield (start, stop, problem) of ranges of bytes, in order; "" if there is no problem."""
     try:

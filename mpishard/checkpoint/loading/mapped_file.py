@@ -31,8 +31,9 @@ class MappedFile:
         Length of the file and checksums of its blocks, from the manifest.
     tensors : mapping of str to (int, int)
         Byte range (start, stop) of each tensor, from the manifest, by `tensor_key`.
-    table : int
-        `table_checksum` of the manifest's parameters.
+    table : int or None
+        `table_checksum` of the manifest's parameters, if the file has ranges of the flat vector.
+        The names of other tensors have those of the parameters.
     was_replaced : callable, optional
         ``was_replaced()`` is True if another checkpoint is at the same path now.
 
@@ -47,7 +48,7 @@ class MappedFile:
         file: Path,
         record: FileRecord,
         tensors: Mapping[str, tuple[int, int]],
-        table: int,
+        table: int | None,
         was_replaced: Callable[[], bool] = lambda: False,
     ) -> None:
         self._file = file
@@ -146,13 +147,13 @@ class MappedFile:
         found = {}
         try:
             header = json.loads(self._content[8:start].tobytes().decode())
-            table = header.pop("__metadata__")[TABLE]
+            table = header.pop("__metadata__", {}).get(TABLE)
             for key, entry in header.items():
                 low, high = entry["data_offsets"]
                 found[key] = start + low, start + high
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             return f"its header is none of a safetensors file: {type(error).__name__}: {error}"
-        if table != str(self._table):
+        if self._table is not None and table != str(self._table):
             return (
                 "its header and the manifest differ: they have parameters of other names or "
                 f"shapes, or in another order (checksum {table} and {self._table})"

@@ -25,7 +25,7 @@ from mpishard.base import (
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import LATEST, newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
-from mpishard.checkpoint.format.tensor_file import PieceRecord, table_checksum
+from mpishard.checkpoint.format.tensor_file import PieceRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.sharding import (
     FLAT,
@@ -185,7 +185,7 @@ class CheckpointReader:
             for kind, record in found.arrays.items()
         }
         self._tensors = found.tensors_by_file()
-        self._table = table_checksum(found.parameters)
+        self._tables = found.tables()
         # Files are opened on first use, because a rank needs only those with its regions.
         self._files: dict[str, MappedFile] = {}
         # Lengths are compared before memory is allocated for the content.
@@ -435,7 +435,7 @@ class CheckpointReader:
                     self.path / name,
                     self._manifest.files[name],
                     self._tensors[name],
-                    self._table,
+                    self._tables[name],
                     self.was_replaced,
                 )
             except (OSError, ValueError) as error:
