@@ -2,6 +2,7 @@
 
     mpishard run -n 2 benchmarks/checkpoint.py
     mpishard run -n 2 benchmarks/checkpoint.py --size 1GiB --folder /scratch --json FILE
+    mpishard run -n 2 benchmarks/checkpoint.py --tiny 20000      # parameters of 10 elements
 
 All ranks must see the folder. The files are removed.
 """
@@ -31,6 +32,7 @@ from mpishard.distributed import as_distributed
 from mpishard.optimizers import AdamW
 
 _WIDTH = 1024
+_TINY = 10  # elements of a parameter of a layer norm
 _STEP_WIDTH = 1024  # of the matrix product that simulates a step of training
 _KINDS = 3  # parameters, and AdamW's two moments
 _ITEM = 4  # bytes
@@ -86,11 +88,28 @@ class CheckpointBenchmark:
         Number of times of each way.
     folder : Path
         A folder on the file system that is measured.
+    tiny : int
+        Number of parameters of 10 elements, in layer norms, of the model that is measured instead;
+        0 for the MLP.
     """
 
     nbytes: int
     repeats: int
     folder: Path
+    tiny: int = 0
+
+    def model(self, world_size: int) -> nn.Model:
+        """Return the model before it is sharded."""
+        if not self.tiny:
+            return nn.MLP([_WIDTH] * (self.layers(world_size) + 1), dtype="float32")
+        norms = [nn.LayerNorm(_TINY) for _ in range(-(-self.tiny // 2))]
+        return nn.Model(nn.Sequential(*norms), nn.MSE(), input_shape=(_TINY,), dtype="float32")
+
+    def description(self, world_size: int) -> str:
+        """Return the model in words."""
+        if self.tiny:
+            return f"{counted(-(-self.tiny // 2), 'layer norm')} of {_TINY} features"
+        return f"MLP of {counted(self.layers(world_size), 'layer')} of width {_WIDTH}"
 
     def layers(self, world_size: int) -> int:
         """Return the number of layers of 1024 x 1024 that make up the size."""
@@ -123,7 +142,7 @@ class CheckpointBenchmark:
         """Return the results as a table; a ratio is the median over repeats that have both."""
         total = next(result.nbytes for result in results if result.nbytes)
         title = (
-            f"MLP of {counted(self.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
+            f"{self.description(world_size)}, AdamW, FSDP, "
             f"{counted(world_size, 'rank')}: {bytes_text(total)} in {self.folder.resolve()}"
         )
         columns = ("", "median", "spread", "bytes/s", "ratio", "to")
@@ -148,8 +167,7 @@ class _Run:
         self._benchmark = benchmark
         self._backend = backend
         self._folder = folder
-        plain = nn.MLP([_WIDTH] * (benchmark.layers(backend.world_size) + 1), dtype="float32")
-        model = as_distributed(plain, backend, "fsdp")
+        model = as_distributed(benchmark.model(backend.world_size), backend, "fsdp")
         self._trained = model, as_distributed(AdamW(1e-3), backend, "fsdp")
         self._staging = checkpoint.StagingBuffer()
         self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
@@ -245,7 +263,9 @@ def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
 
 def main(backend: CommunicationBackend, arguments: argparse.Namespace) -> tuple[Any, Table]:
     """Measure."""
-    benchmark = CheckpointBenchmark(arguments.size, arguments.repeats, arguments.folder)
+    benchmark = CheckpointBenchmark(
+        arguments.size, arguments.repeats, arguments.folder, arguments.tiny
+    )
     results = benchmark.run(backend)
     rows = [asdict(result) for result in results]
     return {"checkpoint": rows}, benchmark.table(results, backend.world_size)
@@ -255,6 +275,9 @@ if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument(
         "--size", type=size, default="256MiB", help="of each rank's file, about; default: 256MiB"
+    )
+    parser.add_argument(
+        "--tiny", type=positive, default=0, help="parameters of 10 elements, and not an MLP"
     )
     parser.add_argument("--repeats", type=positive, default=7, help="of each; default: 7")
     parser.add_argument("--folder", type=Path, default=Path(), help="default: this folder")

@@ -10,7 +10,7 @@ records what decides the bits of a result. This room imports layout, contracts a
 
 from mpishard.sharding.configuration import ShardingConfiguration, by_node, shared_choices
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
-from mpishard.sharding.placement import LocalParameter, Placement, range_to_write
+from mpishard.sharding.placement import LocalParameter, Placement, by_parameter, range_to_write
 from mpishard.sharding.refusals import (
     refuse_for_model,
     refuse_line_search,
@@ -21,6 +21,7 @@ from mpishard.sharding.refusals import (
     refuse_with_leaves,
 )
 from mpishard.sharding.regions import (
+    FLAT,
     Box,
     Region,
     box_shape,
@@ -51,6 +52,7 @@ from mpishard.sharding.table import (
 )
 
 __all__ = [
+    "FLAT",
     "Box",
     "LocalParameter",
     "ParameterEntry",
@@ -61,6 +63,7 @@ __all__ = [
     "ShardingConfiguration",
     "Unit",
     "build_units",
+    "by_parameter",
     "common_pieces",
     "cut_into_common_pieces",
     "first_names",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mpishard.base import Array, ShardLayout, array_namespace, copy_into
 from mpishard.sharding.regions import (
+    FLAT,
     Box,
     Region,
     box_shape,
@@ -17,7 +18,7 @@ from mpishard.sharding.regions import (
     take_region,
     whole_box,
 )
-from mpishard.sharding.table import ParameterEntry
+from mpishard.sharding.table import ParameterEntry, overlapping
 
 _LEAST_RANGE = 1 << 14  # elements of the shortest range that is divided among writers
 
@@ -228,6 +229,9 @@ class Placement:
     ) -> list[tuple[Region, Array]]:
         """Return views of parts of the rank's own flat vector, each with its region.
 
+        The regions are of the model's flat vector if that is the rank's own, and otherwise of
+        single parameters, as those of `regions`.
+
         Parameters
         ----------
         parts : iterable of (int, Array)
@@ -235,6 +239,14 @@ class Placement:
         written : bool
             As for `regions`.
         """
+        if self.is_whole:
+            # One region for all parameters of a part, of which a model may have many thousands.
+            box = ((0, self.length),)
+            return [
+                (Region(FLAT, box, start, start + int(array.size)), array)
+                for start, array in parts
+                if array.size
+            ]
         pieces = []
         for start, array in parts:
             key = (start, start + int(array.size), written)
@@ -266,6 +278,29 @@ class Placement:
         """Write the rank's own range into the model's vector: the opposite of `take`."""
         for region, part in self.regions(start, start + int(own.size)):
             put_region(own[part], region, self._origin[region.name].view(full))
+
+
+def by_parameter(
+    pieces: Iterable[tuple[Region, Array]], entries: Sequence[ParameterEntry]
+) -> Iterator[tuple[Region, Array]]:
+    """Yield pieces of single parameters: regions of the flat vector are cut at their bounds.
+
+    Parameters
+    ----------
+    pieces : iterable of (Region, Array)
+        Regions and their values, 1-D.
+    entries : sequence of ParameterEntry
+        The parameters along the flat vector, in order. Elements of others are left out.
+    """
+    for region, values in pieces:
+        if region.name != FLAT:
+            yield region, values
+            continue
+        for entry in overlapping(entries, region.start, region.stop):
+            low, high = max(entry.start, region.start), min(entry.stop, region.stop)
+            if low < high:
+                part = values[low - region.start : high - region.start]
+                yield entry.region(low, high), part
 
 
 def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:

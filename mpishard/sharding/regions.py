@@ -9,6 +9,9 @@ from types import EllipsisType
 
 from mpishard.base import Array, copy_into
 
+FLAT = "<flat vector>"
+"""Name of the model's flat vector in a `Region`. No parameter has it."""
+
 Box = tuple[tuple[int, int], ...]
 """A hyperrectangle of a tensor: the range ``(start, stop)`` of each dim."""
 
@@ -70,7 +73,10 @@ def join_dims(boxes: Sequence[Box]) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The elements ``[start, stop)``, in row-major order, of a box of the tensor ``name``."""
+    """The elements ``[start, stop)``, in row-major order, of a box of the tensor ``name``.
+
+    The tensor is a parameter or, with the name `FLAT`, the model's flat vector.
+    """
 
     # A range of a box, and not of the tensor: a piece may begin in the middle of a slice's row.
     name: str

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from mpishard.base import Array, ShardLayout, check_name
+from mpishard.sharding.regions import FLAT, Region, whole_box
 
 _DENSE_WORLDS = 8  # up to it, every number of ranks reproduces
 _start, _stop = attrgetter("start"), attrgetter("stop")
@@ -45,7 +46,7 @@ class ParameterEntry:
     Raises
     ------
     ValueError
-        As `check_name`.
+        As `check_name`, and for the name `FLAT`.
     """
 
     name: str
@@ -55,6 +56,11 @@ class ParameterEntry:
 
     def __post_init__(self) -> None:
         check_name(self.name, "parameter")
+        if self.name == FLAT:
+            raise ValueError(
+                f"parameter name {FLAT!r} is that of the flat vector in checkpoints; choose "
+                "another name"
+            )
 
     @property
     def size(self) -> int:
@@ -65,6 +71,10 @@ class ParameterEntry:
     def stop(self) -> int:
         """Flat index after the last element."""
         return self.start + self.size
+
+    def region(self, start: int, stop: int) -> Region:
+        """Return the flat range ``[start, stop)``, which lies in the parameter, as its region."""
+        return Region(self.name, whole_box(self.shape), start - self.start, stop - self.start)
 
     def view(self, vector: Array) -> Array:
         """Return the parameter in the model's flat ``vector``, in its shape."""

@@ -19,6 +19,7 @@ from mpishard.torch.placed import PlacedModule
 
 # Only keys of objects that represent a NumPy scalar or array, as a tensor, and a path, as a string.
 _NUMPY, _PATH = "$numpy", "$path"
+_READ_TYPES = {type(None), bool, int, float, complex, str, bytes}
 _SHOWN = 60  # Maximum number of characters of a value in a message.
 
 
@@ -69,7 +70,11 @@ def beside_in(text: str) -> Document:
         values["model"] = {"state_dict": values.pop("buffers"), "versions": {}}
         if "optimizer" in values:
             parts = values["optimizer"]
-            values["optimizer"] = {"param_groups": parts["groups"], "state": parts["rest"]}
+            states = [
+                {"names": [name], "values": {key: [value] for key, value in state.items()}}
+                for name, state in parts["rest"].items()
+            ]
+            values["optimizer"] = {"param_groups": parts["groups"], "state": states}
     return values
 
 
@@ -88,7 +93,7 @@ def _plain(value: Any, place: str) -> Any:
     """Return a copy of a value in types that `_loaded` reads."""
     # Exact types: an object of a subclass may have state that would be lost.
     kind = type(value)
-    if value is None or kind in (bool, int, float, complex, str, bytes):
+    if kind in _READ_TYPES:
         return value
     if kind is np.str_:
         return str(value)
@@ -114,6 +119,9 @@ def _key(value: object, place: str) -> Any:
     if type(value) is set:
         return {_key(item, place) for item in value}
     plain = value.item() if isinstance(value, np.generic) else value
+    # Most keys are names, and a try takes a millisecond.
+    if type(plain) in _READ_TYPES:
+        return plain
     # PyTorch has no list of the types that it reads, so that it has to try.
     try:
         _loaded(_dumped(plain))
@@ -140,7 +148,8 @@ def _restored(value: Any) -> Any:
             return Path(value[_PATH])
         return kind({key: _restored(item) for key, item in value.items()})
     if kind in (list, tuple):
-        return kind(_restored(item) for item in value)
+        # Most are names of parameters, which need no call.
+        return kind([item if type(item) in _READ_TYPES else _restored(item) for item in value])
     return value
 
 
@@ -259,9 +268,15 @@ def _divided(placed: PlacedModule) -> tuple[dict[str, Any], dict[str, Any], dict
     module = placed.module
     state = module.state_dict(keep_vars=True)
     in_vector = {id(parameter) for parameter in placed.parameters}
-    names = module.named_parameters(remove_duplicate=False)
-    names_in_vector = {name for name, p in names if id(p) in in_vector}
-    plain = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
+    names_in_vector, plain = set(), set()
+    # One walk, because a module may have many thousands of parts.
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        plain.update(map(id, part._buffers.values()), map(id, part._parameters.values()))
+        names_in_vector |= {
+            f"{prefix}.{name}" if prefix else name
+            for name, parameter in part._parameters.items()
+            if id(parameter) in in_vector
+        }
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in state.items():

@@ -14,7 +14,7 @@ from mpishard import checkpoint
 from mpishard.adapters import AutogradModel
 from mpishard.checkpoint.format.tensor_file import TensorFile, bytes_of, tensors_of
 from mpishard.errors import CheckpointError
-from mpishard.sharding import ParameterEntry
+from mpishard.sharding import FLAT, ParameterEntry
 
 UNREADABLE = {
     "__metadata__": "'__metadata__' is reserved by the safetensors format",
@@ -61,6 +61,11 @@ def test_a_black_box_is_not_wrapped(unreadable: tuple[str, str], strategy: str) 
 def test_a_black_box_with_one_name_twice_is_not_wrapped() -> None:
     with pytest.raises(ValueError, match="two parameters named 'same'"):
         wrap(lambda: Named("same", "same"), "ddp")
+
+
+def test_the_name_of_the_flat_vector_is_refused() -> None:
+    with pytest.raises(ValueError, match="'<flat vector>' is that of the flat vector in check"):
+        ParameterEntry(FLAT, (1,), 0)
 
 
 def test_other_names_are_saved_and_read(tmp_path: Any) -> None:

@@ -225,7 +225,7 @@ def test_a_torn_manifest(length: int, path: Path) -> None:
         CheckpointReader(path)
 
 
-@pytest.mark.parametrize("version", [4, 2, 0, "3", None])
+@pytest.mark.parametrize("version", [5, 2, 0, "4", None])
 def test_another_version(version: Any, path: Path) -> None:
     document = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(document | {"version": version}))
@@ -273,6 +273,51 @@ def test_a_wrong_manifest(edit: Any, message: str, path: Path) -> None:
     change(path, edit)
     with pytest.raises(CheckpointError, match=message):
         CheckpointReader(path)
+
+
+def flat(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pieces of the flat vector."""
+    return list(content["arrays"]["optimizer/m"]["pieces"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: flat(c)[0].update(box=[[1, 13]]), "is not a range of the flat vector"),
+        (lambda c: flat(c)[0].update(box=[[0, 14]]), r"<flat vector>\[0:14\].* is not a part of"),
+        (
+            lambda c: flat(c)[0].update(stop=14),
+            r"\[0:14\] is not a part of a tensor of shape \(13,",
+        ),
+        (lambda c: flat(c)[0].update(stop=3), "optimizer/m: elements 2 to 3 of a.weight .* twice"),
+        (
+            lambda c: c["arrays"]["optimizer/m"]["pieces"].pop(1),
+            "nothing holds elements 5 to 6 of a",
+        ),
+        (
+            lambda c: c["parameters"][4].update(frozen=True),
+            "holds a piece of 'b.weight', .* frozen",
+        ),
+        # The file has no names of parameters in such a piece.
+        (lambda c: c["parameters"][1].update(name="x"), "parameters of other names or shapes, or"),
+        (lambda c: c["parameters"][4].update(shape=[1, 4]), "parameters of other names or shapes"),
+    ],
+)
+def test_a_forged_piece_of_the_flat_vector(
+    edit: Any, message: str, tmp_path: Path, fakes: Any
+) -> None:
+    def save(backend: Any) -> None:
+        state = fakes.Optimizer(backend, {"m": fakes.values(2)})
+        arrays = {"parameters": state.pieces["optimizer/m"], **state.pieces}
+        write_checkpoint(
+            tmp_path / "c", backend, fakes.entries(), np.dtype("f8"), arrays, {"model": {}}
+        )
+
+    run_in_threads(3, save)
+    checkpoint.check(tmp_path / "c")
+    change(tmp_path / "c", edit)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check(tmp_path / "c")
 
 
 def test_a_manifest_that_somebody_edited(path: Path) -> None:

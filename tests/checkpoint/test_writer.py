@@ -291,6 +291,23 @@ def test_pieces_must_cover_each_parameter_exactly_once(
     assert seed_of(tmp_path / "c", fakes) == 1
 
 
+def test_ranks_with_other_parameters_cannot_save_together(tmp_path: Path) -> None:
+    """A range of the flat vector would have other parameters on each of them."""
+
+    def work(backend: Any) -> None:
+        names = ("a", "b") if backend.rank == 0 else ("b", "a")
+        entries = [ParameterEntry(name, (2,), 2 * n) for n, name in enumerate(names)]
+        start = 2 * backend.rank
+        arrays = {"parameters": Placement.whole(entries).cut([(start, np.zeros(2))])}
+        with pytest.raises(
+            CheckpointError, match=r"wrote rank00001.* other parameters than rank 0"
+        ):
+            write_checkpoint(tmp_path / "c", backend, entries, np.dtype("f8"), arrays, {})
+
+    run_in_threads(2, work)
+    assert names(tmp_path) == []
+
+
 ALL = Region("w", ((0, 13),), 0, 13)
 
 

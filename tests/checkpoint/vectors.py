@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.base.layout import ShardLayout
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
-from mpishard.sharding import Box, ParameterEntry, Placement, Region
+from mpishard.sharding import Box, ParameterEntry, Placement, Region, by_parameter
 from mpishard.sharding.regions import box_shape, take_region
 
 __all__ = ["Fakes", "Model", "Optimizer", "State", "entries", "tiling", "values"]
@@ -69,11 +69,17 @@ class State:
             cut = min(5, len(vector))  # as two units
             first, second = ShardLayout(cut, world_size), ShardLayout(len(vector) - cut, world_size)
             start = cut + second.start(rank)
-            self.pieces[kind] = placement.cut(
+            cut_pieces = placement.cut(
                 [
                     (first.start(rank), vector[first.slice(rank)].copy()),
                     (start, vector[start : start + second.size(rank)].copy()),
                 ]
+            )
+            # Both forms of regions, which a checkpoint may mix: of parameters, as on a mesh, and
+            # of the flat vector.
+            is_flat = kind != "parameters"
+            self.pieces[kind] = (
+                cut_pieces if is_flat else [*by_parameter(cut_pieces, placement.entries)]
             )
 
     def arrays_to_write(self) -> Pieces:
@@ -93,7 +99,7 @@ class State:
         """Return True if every piece has the bits of ``vectors``."""
         places = {entry.name: entry for entry in entries(self.shapes)}
         for kind, pieces in self.pieces.items():
-            for region, array in pieces:
+            for region, array in by_parameter(pieces, entries(self.shapes)):
                 entry, expected = places[region.name], np.empty_like(array)
                 tensor = vectors[kind][entry.start : entry.stop].reshape(entry.shape)
                 take_region(tensor, region, expected)

@@ -5,6 +5,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.errors import ReplicaError, ShardingError
+from mpishard.sharding import by_parameter
 from mpishard.testing.worlds import in_worlds
 
 X = np.random.default_rng(0).standard_normal((24, 4))
@@ -34,7 +35,10 @@ def flip(model, name):
     for piece, array in zip(
         parameters.local_pieces, parameters.owned(parameters.local_pieces), strict=True
     ):
-        for region, values in model.engine.placement.cut([(piece.start, array)]):
+        placement = model.engine.placement
+        for region, values in by_parameter(
+            placement.cut([(piece.start, array)]), placement.entries
+        ):
             if region.name == name:
                 values.view(np.uint8)[3] ^= 16
                 return

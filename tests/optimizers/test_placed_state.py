@@ -95,7 +95,7 @@ def test_every_rank_takes_its_slices_of_the_tensors(rank):
     }
     placement, pieces, expected = state_of(rank)
     state = {name: np.zeros_like(vector) for name, vector in expected.items()}
-    StateBytes({"optimizer_steps": 1}, arrays).fill(regions(placement, pieces, state))
+    StateBytes({"optimizer_steps": 1}, arrays).fill(regions(placement, pieces, state), STATEFUL)
     for name, vector in state.items():
         assert vector.tobytes() == expected[name].tobytes()
 

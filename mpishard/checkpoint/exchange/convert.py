@@ -17,7 +17,7 @@ from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import spelled
 from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import PARAMETERS, write_manifest
-from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
+from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile, table_checksum
 from mpishard.checkpoint.saving.free_space import require_space
 from mpishard.sharding import ParameterEntry, Region
 
@@ -320,7 +320,7 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
             if tensor.size
         ]
     # One file, as one rank would have saved it. Any number of ranks can load it.
-    file = RankFile(0, pieces)
+    file = RankFile(0, pieces, table_checksum(entries))
     file.write(directory)
     dtype = source.tensors[PARAMETERS][entries[0].name].dtype
     write_manifest(directory, 1, entries, dtype, source.metadata, [file.record()])

@@ -23,10 +23,17 @@ from mpishard.checkpoint.format.content import (
     spelled,
     unspelled,
 )
-from mpishard.checkpoint.format.coverage import check_coverage
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
+from mpishard.checkpoint.format.coverage import check_coverage, check_region
+from mpishard.checkpoint.format.tensor_file import (
+    BLOCK_BYTES,
+    TABLE,
+    FileRecord,
+    PieceRecord,
+    table_checksum,
+    tensor_key,
+)
 from mpishard.communication import DTYPES
-from mpishard.sharding import ParameterEntry, Region
+from mpishard.sharding import FLAT, ParameterEntry, Region, overlapping
 
 MANIFEST = "manifest.json"
 """Name of the file in a checkpoint's directory that is written last."""
@@ -40,7 +47,8 @@ MOST_DIMS = 32
 """Maximum number of dims of a tensor. NumPy allows 64, and 32 before version 2."""
 
 _FORMAT = "mpishard checkpoint"
-_VERSION = 3
+_VERSION = 4
+_READ_VERSIONS = (3, 4)  # Version 3 had no ranges of the flat vector.
 _LONGEST = 1 << 28  # Maximum bytes of a manifest.
 _MOST_BYTES = 1 << 63  # Bytes of an array, and all counts, must be below this number.
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
@@ -49,7 +57,10 @@ _DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 
 @dataclass(frozen=True, slots=True)
 class KindRecord:
-    """Arrays of one kind, one for each parameter: their dtype, and their pieces by parameter."""
+    """Arrays of one kind, one for each parameter: their dtype, and their pieces by parameter.
+
+    Pieces of the flat vector, which have elements of several parameters, are under `FLAT`.
+    """
 
     dtype: DType
     pieces: Mapping[str, tuple[PieceRecord, ...]]
@@ -139,32 +150,63 @@ class Manifest:
     def _check_pieces(self, kind: str) -> None:
         pieces = self.arrays[kind].pieces
         entries = {entry.name: entry for entry in self.parameters_of(kind)}
-        for name in pieces:
-            if name not in entries:
-                raise CheckpointError(
-                    f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is not "
-                    "a parameter, or is frozen"
-                )
-        for name, entry in entries.items():
-            given = pieces.get(name, ())
-            # The check is made before a reader allocates or writes anything, so that a model is
-            # never partly loaded.
-            check_coverage(kind, name, entry.shape, [(p.file, p.region) for p in given])
-            for piece in given:
-                if piece.file not in self.files:
-                    raise CheckpointError(f"{kind}: {piece.file} is not among the files")
-                nbytes = self.files[piece.file].nbytes
-                stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
-                if not 0 <= piece.offset <= stop <= nbytes:
+        for piece in pieces.get(FLAT, ()):
+            try:
+                check_region(piece.region, (self.length,))
+            except ValueError as error:
+                raise CheckpointError(f"{kind}: {error}") from None
+            if piece.region.box != ((0, self.length),):
+                raise CheckpointError(f"{kind}: {piece.region} is not a range of the flat vector")
+        flat = sorted((p.region.start, p.region.stop) for p in pieces.get(FLAT, ()))
+        # The check is made before a reader allocates or writes anything, so that a model is never
+        # partly loaded. Pieces of the flat vector alone are not cut into thousands of regions.
+        if not (
+            pieces.keys() <= {FLAT}
+            and _joined(flat) == _joined((e.start, e.stop) for e in entries.values() if e.size)
+        ):
+            found = self._regions_by_parameter(kind)
+            for name, regions in found.items():
+                if name not in entries:
                     raise CheckpointError(
-                        f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
-                        f"{piece.file}, which has {nbytes}"
+                        f"{kind}: {regions[0][0]} holds a piece of {name!r}, which is not "
+                        "a parameter, or is frozen"
                     )
+            for name, entry in entries.items():
+                check_coverage(kind, name, entry.shape, found.get(name, ()))
+        for piece in (piece for given in pieces.values() for piece in given):
+            if piece.file not in self.files:
+                raise CheckpointError(f"{kind}: {piece.file} is not among the files")
+            nbytes = self.files[piece.file].nbytes
+            stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
+            if not 0 <= piece.offset <= stop <= nbytes:
+                raise CheckpointError(
+                    f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
+                    f"{piece.file}, which has {nbytes}"
+                )
+
+    def _regions_by_parameter(self, kind: str) -> dict[str, list[tuple[str, Region]]]:
+        """Return file and region of each piece by parameter; those of the flat vector are cut."""
+        found: dict[str, list[tuple[str, Region]]] = {}
+        for name, given in self.arrays[kind].pieces.items():
+            for piece in given:
+                region = piece.region
+                if name != FLAT:
+                    found.setdefault(name, []).append((piece.file, region))
+                    continue
+                for entry in overlapping(self.parameters, region.start, region.stop):
+                    low, high = max(entry.start, region.start), min(entry.stop, region.stop)
+                    if low < high:
+                        part = entry.region(low, high)
+                        found.setdefault(entry.name, []).append((piece.file, part))
+        return found
 
     def parameters_of(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
-        has_all = not kind.startswith(_OPTIMIZER)
-        return [entry for entry in self.parameters if has_all or entry.trainable]
+        return [entry for entry in self.parameters if self.has(kind, entry)]
+
+    def has(self, kind: str, entry: ParameterEntry) -> bool:
+        """Return True if the parameter is one of `parameters_of`."""
+        return entry.trainable or not kind.startswith(_OPTIMIZER)
 
     @property
     def length(self) -> int:
@@ -181,6 +223,31 @@ class Manifest:
                     key = tensor_key(kind, piece.region)
                     tensors[piece.file][key] = piece.offset, stop
         return tensors
+
+    def tables(self) -> dict[str, int | None]:
+        """Return for each file the `table_checksum` that it has if ranges of the flat vector."""
+        given = (record.pieces.get(FLAT, ()) for record in self.arrays.values())
+        flat = {piece.file for pieces in given for piece in pieces}
+        table = table_checksum(self.parameters)
+        return {name: table if name in flat else None for name in self.files}
+
+    def within(self, file: str, low: int, high: int) -> tuple[str, ...]:
+        """Return the tensors of the bytes [low, high) of a file: ``"parameters of <name>"``."""
+        found: dict[str, None] = {}
+        for kind, record in self.arrays.items():
+            size = record.dtype.itemsize
+            for piece in (piece for given in record.pieces.values() for piece in given):
+                region = piece.region
+                first = max(region.start, region.start + (low - piece.offset) // size)
+                stop = min(region.stop, region.start - (piece.offset - high) // size)
+                if piece.file == file and first < stop:
+                    names = (
+                        [e.name for e in overlapping(self.parameters, first, stop)]
+                        if region.name == FLAT
+                        else [region.name]
+                    )
+                    found.update(dict.fromkeys(f"{kind} of {name}" for name in names))
+        return tuple(found)
 
     def torn_files(self, directory: Path) -> list[str]:
         """Return a text for each file in ``directory`` that is missing or of another length."""
@@ -279,10 +346,10 @@ class Manifest:
             raise CheckpointError(f"it is not JSON: {type(error).__name__}: {error}") from None
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise CheckpointError(f"its format is not {_FORMAT!r}")
-        if document.get("version") != _VERSION:
+        if document.get("version") not in _READ_VERSIONS:
             raise CheckpointError(
-                f"it has version {document.get('version')!r}; this mpishard reads version "
-                f"{_VERSION}, and a newer one may read it"
+                f"it has version {document.get('version')!r}; this mpishard reads "
+                f"versions {_READ_VERSIONS}, and a newer one may read it"
             )
         try:
             content = document["content"]
@@ -364,6 +431,17 @@ _CONTENT = {
 }
 
 
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return sorted ranges ``(start, stop)``, of which one that begins at a stop is joined."""
+    joined: list[list[int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return joined
+
+
 def _check_shape(entry: ParameterEntry) -> None:
     """Refuse shapes that no array can have, before an array is allocated."""
     # NumPy applies its limit to the product of the dims that are not 0.
@@ -412,8 +490,14 @@ def write_manifest(
     files: dict[str, FileRecord] = {}
     dtypes: dict[str, set[str]] = {}
     pieces: dict[str, list[PieceRecord]] = {}
+    table = table_checksum(parameters)
     for record in records:
         name = record["file"]
+        # Otherwise a range of the rank's flat vector would have other parameters on rank 0.
+        if record["bytes"] and record[TABLE] != table:
+            raise CheckpointError(
+                f"the rank that wrote {name} has other parameters than rank 0, or another order"
+            )
         if record["bytes"]:
             files[name] = FileRecord(record["bytes"], tuple(record["crc32"]))
         for kind, given in record["kinds"].items():

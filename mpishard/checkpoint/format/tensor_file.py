@@ -27,10 +27,13 @@ import safetensors.numpy
 
 from mpishard.base import Array, CheckpointError, Document, DType, check_name
 from mpishard.checkpoint.format import disk
-from mpishard.sharding import Region
+from mpishard.sharding import ParameterEntry, Region
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a block of a file. Each block has a checksum, and the last may be shorter."""
+
+TABLE = "table"
+"""Key of `table_checksum` in a file's metadata."""
 
 _PART_BYTES = 4 << 20  # Maximum bytes that are given to the system at once.
 _ALIGNMENT = 64  # Alignment of the first array in bytes, for memory maps of the arrays.
@@ -219,6 +222,14 @@ class ChecksumThread:
             self.checksums.append(crc)
 
 
+def table_checksum(parameters: Sequence[ParameterEntry]) -> int:
+    """Return a number that differs if parameters differ in name, shape or order.
+
+    It is in each file, where a range of the flat vector has no names of parameters.
+    """
+    return zlib.crc32(repr([(e.name, tuple(e.shape)) for e in parameters]).encode())
+
+
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     # With leading zeros, the names are listed in the order of ranks.
@@ -265,6 +276,8 @@ class RankFile:
         The rank.
     pieces : mapping of str to sequence of (Region, Tensor)
         Kind -> regions and their 1-D values, in host memory or lazy.
+    table : int
+        `table_checksum` of the model's parameters.
 
     Raises
     ------
@@ -274,8 +287,11 @@ class RankFile:
         If the format cannot represent a dtype or a name.
     """
 
-    def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
+    def __init__(
+        self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]], table: int
+    ) -> None:
         self.name = file_name(rank)
+        self._table = table
         self._kinds: dict[str, list[tuple[str, Region]]] = {}
         tensors: dict[str, Tensor] = {}
         for kind, given in pieces.items():
@@ -292,7 +308,7 @@ class RankFile:
         # Small pieces come first, side by side. Several ranks read small pieces from each other's
         # files. They are then in a few blocks, and each of these ranks verifies only those.
         ordered = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes))
-        self._file = TensorFile(ordered, {"format": "np"})
+        self._file = TensorFile(ordered, {"format": "np", TABLE: str(table)})
         self.nbytes = 0 if self.is_empty else self._file.nbytes
         """Length of the file in bytes; 0 if there is none."""
 
@@ -325,6 +341,7 @@ class RankFile:
             "file": self.name,
             "bytes": self.nbytes,
             "crc32": self._file.checksums,
+            TABLE: self._table,
             "kinds": kinds,
         }
 

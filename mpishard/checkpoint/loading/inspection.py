@@ -149,22 +149,14 @@ def problems_in(
     except OSError as error:  # This includes CheckpointError.
         return [CheckpointProblem(MANIFEST, (), str(error))]
     total = sum(record.nbytes for record in manifest.files.values())
+    tables = manifest.tables()
     problems, done, listed = [], 0, manifest.tensors_by_file()
     for name, record in manifest.files.items():
-        for low, high, reason in _read_through(directory / name, record, listed[name]):
+        for low, high, reason in _read_through(
+            directory / name, record, listed[name], tables[name]
+        ):
             if reason:
-                tensors = tuple(
-                    f"{kind} of {tensor}"
-                    for kind, arrays in manifest.arrays.items()
-                    for tensor, pieces in arrays.pieces.items()
-                    if any(
-                        piece.file == name
-                        and piece.offset < high
-                        and low < piece.offset + piece.region.length * arrays.dtype.itemsize
-                        for piece in pieces
-                    )
-                )
-                problems.append(CheckpointProblem(name, tensors, reason))
+                problems.append(CheckpointProblem(name, manifest.within(name, low, high), reason))
             done += high - low
             if progress is not None:
                 progress(done, total)
@@ -172,7 +164,7 @@ def problems_in(
 
 
 def _read_through(
-    file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]]
+    file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]], table: int | None
 ) -> Iterator[tuple[int, int, str]]:
     """Yield (start, stop, problem) of ranges of bytes, in order; "" if there is no problem."""
     try:
@@ -182,7 +174,7 @@ def _read_through(
             yield 0, record.nbytes, f"it {tear}"
             return
         # `MappedFile.verify` would stop at the first fault, and here each is listed.
-        mapped = MappedFile(file, record, tensors)
+        mapped = MappedFile(file, record, tensors, table)
     except (OSError, ValueError) as error:
         yield 0, record.nbytes, f"it cannot be read: {error}"
         return

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpishard.base import Array, CheckpointError, DType
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, TABLE, FileRecord, PieceRecord
 
 _READ_BYTES = 1 << 18  # Bytes per read, which fit in the L2 cache.
 
@@ -31,6 +31,9 @@ class MappedFile:
         Length of the file and checksums of its blocks, from the manifest.
     tensors : mapping of str to (int, int)
         Byte range (start, stop) of each tensor, from the manifest, by `tensor_key`.
+    table : int or None
+        `table_checksum` of the manifest's parameters, if the file has ranges of the flat vector.
+        The names of other tensors have those of the parameters.
     was_replaced : callable, optional
         ``was_replaced()`` is True if another checkpoint is at the same path now.
 
@@ -45,11 +48,13 @@ class MappedFile:
         file: Path,
         record: FileRecord,
         tensors: Mapping[str, tuple[int, int]],
+        table: int | None,
         was_replaced: Callable[[], bool] = lambda: False,
     ) -> None:
         self._file = file
         self._record = record
         self._tensors = tensors
+        self._table = table
         self._was_replaced = was_replaced
         # The open file keeps its content if another save removes its name.
         self._descriptor = os.open(file, os.O_RDONLY)
@@ -141,12 +146,18 @@ class MappedFile:
             return f"its header ends at byte {start}, and its tensors begin at {expected}"
         found = {}
         try:
-            for key, entry in json.loads(self._content[8:start].tobytes().decode()).items():
-                if key != "__metadata__":
-                    low, high = entry["data_offsets"]
-                    found[key] = start + low, start + high
+            header = json.loads(self._content[8:start].tobytes().decode())
+            table = header.pop("__metadata__", {}).get(TABLE)
+            for key, entry in header.items():
+                low, high = entry["data_offsets"]
+                found[key] = start + low, start + high
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             return f"its header is none of a safetensors file: {type(error).__name__}: {error}"
+        if self._table is not None and table != str(self._table):
+            return (
+                "its header and the manifest differ: they have parameters of other names or "
+                f"shapes, or in another order (checksum {table} and {self._table})"
+            )
         for key in [*self._tensors, *found]:
             if found.get(key) != self._tensors.get(key):
                 return (
@@ -155,11 +166,13 @@ class MappedFile:
                 )
         return ""
 
-    def values(self, piece: PieceRecord, dtype: DType, needed: slice, kind: str) -> Array:
-        """Return the values of a piece as a view, after those in ``needed`` are verified."""
+    def values(self, piece: PieceRecord, dtype: DType, needed: slice, what: str) -> Array:
+        """Return the values of a piece as a view, after those in ``needed`` are verified.
+
+        Errors name the content ``what``.
+        """
         start, size = piece.offset, dtype.itemsize
         first, last = start + needed.start * size, start + needed.stop * size
-        what = f"{kind} of {piece.region.name}"
         self.verify(first // BLOCK_BYTES, -(-last // BLOCK_BYTES), what)
         self.check_header()
         return self._content[start : start + piece.region.length * size].view(dtype)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,18 +25,23 @@ from mpishard.base import (
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import LATEST, newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
+from mpishard.checkpoint.format.tensor_file import PieceRecord
 from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.sharding import (
+    FLAT,
     Box,
     ParameterEntry,
     Region,
     box_shape,
     box_within,
     boxes_of,
+    by_parameter,
     join_dims,
+    overlapping,
     shared_box,
 )
 
+_start = attrgetter("region.start")
 _BLOCK = 1 << 22  # Number of elements that are copied at a time.
 
 
@@ -171,8 +178,14 @@ class CheckpointReader:
         self.kinds = {kind: record.dtype for kind, record in found.arrays.items()}
         self.metadata = _of_today(found.metadata)
         self.file_sizes = {name: file.nbytes for name, file in found.files.items()}
-        self._shapes = {entry.name: entry.shape for entry in found.parameters}
+        self._entries = {entry.name: entry for entry in found.parameters}
+        # Pieces of the flat vector in its order, for bisection. They do not overlap.
+        self._flat = {
+            kind: sorted(record.pieces.get(FLAT, ()), key=_start)
+            for kind, record in found.arrays.items()
+        }
         self._tensors = found.tensors_by_file()
+        self._tables = found.tables()
         # Files are opened on first use, because a rank needs only those with its regions.
         self._files: dict[str, MappedFile] = {}
         # Lengths are compared before memory is allocated for the content.
@@ -223,12 +236,55 @@ class CheckpointReader:
         CheckpointError
             As for `read`.
         """
-        record = self._manifest.arrays[kind]
-        for piece in record.pieces[region.name]:
+        dtype = self._manifest.arrays[kind].dtype
+        for piece in self._pieces(kind, region):
             # Files of pieces that share nothing with the region stay closed.
             for shared in shared_regions(piece.region, region):
                 file = self._open(piece.file)
-                yield shared, file.values(piece, record.dtype, shared.source_span, kind)
+                what = f"{kind} of {self._names(region)}"
+                yield shared, file.values(piece, dtype, shared.source_span, what)
+
+    def _pieces(self, kind: str, region: Region) -> Iterator[PieceRecord]:
+        """Yield stored pieces of a region's tensor; for a parameter, also its part of flat ones."""
+        record = self._manifest.arrays[kind]
+        flat, start, stop = self._flat[kind], region.start, region.stop
+        if region.name != FLAT:
+            yield from record.pieces.get(region.name, ())
+            entry = self._entries[region.name]
+            start, stop = entry.start, entry.stop
+        first = max(0, bisect_right(flat, start, key=_start) - 1)
+        for piece in flat[first : bisect_left(flat, stop, key=_start)]:
+            low, high = max(start, piece.region.start), min(stop, piece.region.stop)
+            if region.name == FLAT:
+                yield piece
+            elif low < high:
+                offset = piece.offset + (low - piece.region.start) * record.dtype.itemsize
+                yield PieceRecord(piece.file, offset, entry.region(low, high))
+
+    def _names(self, region: Region) -> str:
+        """Return the parameters of a region, for messages."""
+        if region.name != FLAT:
+            return region.name
+        within = overlapping(self.parameters, region.start, region.stop)
+        first, last = within[0].name, within[-1].name
+        return first if first == last else f"{first} to {last}"
+
+    def readable(
+        self,
+        kind: str,
+        pieces: Sequence[tuple[Region, Array]],
+        parameters: Sequence[ParameterEntry],
+    ) -> Sequence[tuple[Region, Array]]:
+        """Return pieces of a model with ``parameters``, in regions that `read` can find.
+
+        Regions of the flat vector stay if the checkpoint has the same vector, in ranges.
+        Otherwise they are cut at the bounds of parameters.
+        """
+        stored = self._manifest.arrays.get(kind)
+        is_flat = stored is not None and stored.pieces.keys() == {FLAT}
+        if is_flat and self.parameters == tuple(parameters):
+            return pieces
+        return [*by_parameter(pieces, parameters)]
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> Array:
         """Return a new array of a parameter's shape, filled by `read`."""
@@ -259,15 +315,23 @@ class CheckpointReader:
                 f"{kind}: the checkpoint {self.path} has dtype {dtype.name}, out has "
                 f"{out.dtype.name}"
             )
-        if region.name not in self._shapes:
+        if region.name not in self._entries and region.name != FLAT:
             raise ValueError(f"{self.path} holds no parameter {region.name!r}")
+        is_flat = region.name == FLAT
+        shape = (self.length,) if is_flat else self._entries[region.name].shape
         try:
-            check_region(region, self._shapes[region.name])
+            check_region(region, shape)
         except ValueError as error:
             raise ValueError(f"{kind}: {error}") from None
-        if region.name not in self._manifest.arrays[kind].pieces:
+        within = (
+            overlapping(self.parameters, region.start, region.stop)
+            if is_flat
+            else [self._entries[region.name]]
+        )
+        frozen = [entry.name for entry in within if not self._manifest.has(kind, entry)]
+        if frozen:
             raise ValueError(
-                f"{self.path} holds no {kind} of {region.name}, which was frozen when it was saved"
+                f"{self.path} holds no {kind} of {frozen[0]}, which was frozen when it was saved"
             )
 
     def not_saved(self, parameters: Sequence[ParameterEntry]) -> frozenset[str]:
@@ -277,7 +341,7 @@ class CheckpointReader:
         """
         if not all(entry.trainable for entry in self.parameters):
             return frozenset()
-        missing = (e.name for e in parameters if not e.trainable and e.name not in self._shapes)
+        missing = (e.name for e in parameters if not e.trainable and e.name not in self._entries)
         return frozenset(missing)
 
     def require(self, parameters: Sequence[ParameterEntry], dtype: DType) -> None:
@@ -371,6 +435,7 @@ class CheckpointReader:
                     self.path / name,
                     self._manifest.files[name],
                     self._tensors[name],
+                    self._tables[name],
                     self.was_replaced,
                 )
             except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
-    Pieces,
     require_checkpointable,
     states_of,
 )
@@ -144,7 +143,13 @@ def load_states(
             expect = getattr(state, "expect", None)
             if expect is not None:
                 expect(reader.kinds)
-        wanted = {name: _without(kept, state.arrays_to_read()) for name, state in states.items()}
+        wanted = {
+            name: {
+                kind: [p for p in reader.readable(kind, given, parameters) if p[0].name not in kept]
+                for kind, given in state.arrays_to_read().items()
+            }
+            for name, state in states.items()
+        }
         for name, pieces in wanted.items():
             _check_fits(reader, name, pieces)
         if "model" in states:
@@ -168,11 +173,6 @@ def load_states(
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
-
-
-def _without(names: Collection[str], pieces: Pieces) -> Pieces:
-    """Return the pieces of parameters of other names."""
-    return {k: [p for p in given if p[0].name not in names] for k, given in pieces.items()}
 
 
 @contextmanager

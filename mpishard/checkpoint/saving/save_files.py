@@ -14,7 +14,7 @@ from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import as_json
 from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import write_manifest
-from mpishard.checkpoint.format.tensor_file import RankFile
+from mpishard.checkpoint.format.tensor_file import RankFile, table_checksum
 from mpishard.checkpoint.saving.free_space import (
     FoundSpace,
     directory_of,
@@ -60,7 +60,7 @@ class SaveFiles:
         self.record = ""
         """The record of the written file for the manifest, as JSON."""
         try:
-            self._file = RankFile(rank, pieces)
+            self._file = RankFile(rank, pieces, table_checksum(content.parameters))
             # The metadata are copied, because training may append to their lists.
             metadata = as_json(content.metadata) if rank == 0 else {}
             self._content = replace(content, metadata=metadata)

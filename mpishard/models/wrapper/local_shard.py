@@ -15,7 +15,7 @@ from mpishard.base import Array, ReplicaError, array_namespace, to_host
 from mpishard.communication import CommunicationBackend, all_texts, who
 from mpishard.models.engine.engine import Engine
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.sharding import Piece, Placement, Region
+from mpishard.sharding import Piece, Placement, Region, by_parameter
 
 _KEY_BYTES = 8
 _MOST_SHOWN = 4
@@ -131,7 +131,8 @@ def compare_replicas(
     values = zip(pieces, parameters.owned(pieces), strict=True)
     # Ranks hold different regions. A hash of 8 bytes names each, so that all rows have one length.
     own: dict[int, tuple[Region, int]] = {}
-    for region, array in placement.cut((piece.start, array) for piece, array in values):
+    cut = placement.cut((piece.start, array) for piece, array in values)
+    for region, array in by_parameter(cut, placement.entries):
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
         own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)

@@ -284,10 +284,10 @@ class ModelState(CheckpointState):
         whole = self.arrays_to_read()
         # Otherwise it is the state of the rule alone, and a wrapper's own arrays stay.
         if saved.is_fresh or saved.arrays.keys() == whole.keys():
-            saved.fill(whole)
+            saved.fill(whole, self._trained_entries)
             self.restored(saved.metadata)
         else:
-            saved.fill(ModelState.arrays_to_read(self))
+            saved.fill(ModelState.arrays_to_read(self), self._trained_entries)
             ModelState.restored(self, saved.metadata)
 
     @property

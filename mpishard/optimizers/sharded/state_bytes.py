@@ -24,7 +24,7 @@ from mpishard.checkpoint import (
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.sharding import ParameterEntry, Region, put_region, take_region
+from mpishard.sharding import ParameterEntry, Region, by_parameter, put_region, take_region
 
 _HEADER = "mpishard.optimizer"
 
@@ -96,7 +96,7 @@ class StateBytes:
         rows = [
             [kind, numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
             for kind, given in enumerate(pieces.values())
-            for region, _ in given
+            for region, _ in by_parameter(given, entries)
         ]
         mine = np.array([*itertools.chain(*rows)], np.int64)
         rest = iter(backend.all_gather(mine, subject=subject).tolist())
@@ -237,10 +237,10 @@ class StateBytes:
                 f"{expected.get(wrong[0], 'none')}, got {given.get(wrong[0], 'none')}"
             )
 
-    def fill(self, pieces: Pieces) -> None:
-        """Fill this rank's ``pieces``, which have kinds of these arrays."""
+    def fill(self, pieces: Pieces, entries: Sequence[ParameterEntry]) -> None:
+        """Fill this rank's ``pieces``, which have kinds of these arrays, of ``entries``."""
         for kind, given in pieces.items():
-            for region, values in given:
+            for region, values in by_parameter(given, entries):
                 if self.is_fresh:  # there are no arrays: the state begins anew
                     values[...] = 0
                 else:
