@@ -125,6 +125,26 @@ class ResNet(nn.Module):
         return self.head(x_BCHW.mean((2, 3)))
 
 
+class Flow(nn.Module):
+    """Normalising flow of affine couplings, each of which has four small parameters."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        half = width // 2
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(half, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(layers)
+        )
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """The latent variables."""
+        a, b = x_BD.chunk(2, dim=-1)
+        for block in self.blocks:
+            scale, shift = block(a).chunk(2, dim=-1)
+            a, b = b * torch.exp(torch.tanh(scale)) + shift, a
+        return torch.cat([a, b], dim=-1)
+
+
 def mlp(width: int, layers: int) -> nn.Sequential:
     """``layers`` linear layers of ``width`` x ``width`` with a ReLU between each two."""
     blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers - 1)]

@@ -28,8 +28,9 @@ WEIGHT_DECAY = 0.01
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["mlp", "gpt", "conv", "encoder"], default="mlp")
-    strategies = ["single", "ddp", "fsdp2", "mst-ddp", "mst-fsdp"]
+    parser.add_argument("--model", choices=["mlp", "gpt", "conv", "encoder", "flow"], default="mlp")
+    ours = [f"mst-{name}" for name in ("ddp", "zero1", "zero2", "fsdp")]
+    strategies = ["single", "ddp", "fsdp2", *ours]
     parser.add_argument("--strategy", choices=strategies, default="single")
     parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="fused")
     parser.add_argument("--ranks", type=int, default=1)
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
         "gpt": (256, 4, 8),
         "conv": (32, 3, 16),
         "encoder": (128, 2, 16),
+        "flow": (16, 50, 64),
     }
     sizes = by_model[arguments.model]
     for name, default in zip(("width", "layers", "batch"), sizes, strict=True):
@@ -102,7 +104,8 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
         x = torch.randint(0, 30522, (B, models.CONTEXT))
         y = torch.randint(0, 2, (B,))
     else:
-        model = models.mlp(width, arguments.layers)
+        make = models.Flow if arguments.model == "flow" else models.mlp
+        model = make(width, arguments.layers)
         x = y = torch.randn(B, width)
     parameters = sum(p.numel() for p in model.parameters())
     if arguments.strategy == "ddp":

@@ -296,9 +296,9 @@ class TorchModel(PlacedVectorModel):
                 parameter.grad = None
 
 
-def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Array | None) -> None:
+def _hand_over(receive: Callable[[int, Array], None], index: int, gradient: Any) -> None:
     if gradient is not None:
-        receive(index, gradient)
+        receive(index, gradient.numpy().reshape(-1))
 
 
 def _beside_in(choices: Metadata) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,24 @@ from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
 from mpishard.torch.gradients import keep, plain
 from mpishard.torch.parameters import Changes, OwnedParameter
+
+
+def _joined(gradients: list[torch.Tensor]) -> Array:
+    """Return gradients as one vector."""
+    if len(gradients) > 1:
+        return torch._C._nn.flatten_dense_tensors(gradients).numpy()  # type: ignore[no-any-return]
+    return gradients[0].numpy().reshape(-1)  # type: ignore[no-any-return]
+
+
+def _counts_all() -> bool:
+    """Return True if Python counts a reference to a tensor that PyTorch's C++ has."""
+    tensor, holder = torch.zeros(1), torch.zeros(1, requires_grad=True)
+    before = sys.getrefcount(tensor)
+    holder.grad = tensor
+    return sys.getrefcount(tensor) > before
+
+
+_COUNTS_ALL = _counts_all()
 
 
 class BackwardPasses:
@@ -95,14 +114,16 @@ class BackwardPasses:
         # that the reference is dead after a pass that raised.
         self._ending: Callable[[], object] = lambda: None
         self._views: dict[int, torch.Tensor] = {}
-        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # The last gradient of each part.
+        # The tensor that each part has had as its gradient. It is used again, because a new one
+        # costs more than the sum of a small gradient over ranks.
+        self._given: dict[int, torch.Tensor] = {}
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
         self._assigned: list[tuple[OwnedParameter, torch.Tensor]] = []
         self._training = training_of(self._backend)
         # One flag for each part that has a gradient, and a last one for changed buffers.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
 
-    def receive(self, place: int, gradient: Array | None) -> None:
+    def receive(self, place: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of a parameter from autograd. ``place`` is its index in the parts.
 
         A rank without a gradient for the parameter takes part in the pass all the same.
@@ -127,23 +148,43 @@ class BackwardPasses:
         gradients = self._gradients
         live = [part.tensor.grad is not None for part in self._parts]
         self._flags[:-1] = live
-        for place, part in enumerate(self._parts):
+        for place, part in enumerate(self._parts) if any(live) else ():
             gradient = part.tensor.grad
             if live[place] and plain(gradient).data_ptr() != self._view(part).data_ptr():
                 self._assigned.append((part, gradient))
                 live[place] = False
-            reference = self._given.pop(place, None)
-            given = None if reference is None else reference()
-            if given is not None and given is not gradient:
-                keep(given)  # This pass overwrites the memory.
+        self._leave_to_user()
         is_first = not any(live)
         if is_first and self._has_local:
             gradients.abandon()  # The user cleared gradients of no_sync() before their reduction.
-            self._views.clear()
+            self._forget_views()
         gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
             self._go_on(live)
-        self._arrivals = Arrivals(self._plan, gradients, self.scale)
+        self._arrivals = Arrivals(self._plan, gradients, self.scale, _joined)
+
+    def _leave_to_user(self) -> None:
+        """Give gradients of earlier passes, which the user still has, memory of their own."""
+        # A tensor is used again only if it is as it was made, and nobody else has it.
+        can_stay = _COUNTS_ALL and self.syncs and not self._has_local
+        with torch._C.DisableTorchFunctionSubclass():  # It costs time for each attribute.
+            for place in list(self._given):
+                given, part = self._given[place], self._parts[place]
+                present = part.tensor.grad
+                if can_stay and given.is_set_to(self._view(part)) and not given.requires_grad:
+                    # Three references are those of this function, of the dict and of the call.
+                    if given is present or sys.getrefcount(given) == 3:
+                        continue
+                reference = weakref.ref(given)
+                del given, self._given[place]
+                users = reference()
+                if users is not None and users is not present:
+                    keep(users)  # This pass overwrites the memory.
+
+    def _forget_views(self) -> None:
+        """Discard tensors in the store's memory."""
+        self._views.clear()
+        self._given.clear()
 
     def _go_on(self, live: Sequence[bool]) -> None:
         """Prepare the store so that gradients are added to those of earlier passes.
@@ -198,7 +239,7 @@ class BackwardPasses:
                 )
                 raise
         self._gradients.abandon()
-        self._views.clear()
+        self._forget_views()
         self._assigned.clear()
         self._has_local = self._is_reduced = False
         self._arrivals = None
@@ -231,11 +272,12 @@ class BackwardPasses:
         for part, gradient in self._assigned:
             self._view(part).add_(plain(gradient).detach())
         self._assigned.clear()
+        has_gradient = self._flags.tolist()
         for place, part in enumerate(self._parts):
-            gradient = None
-            if self._flags[place]:
+            gradient = self._given.get(place) if has_gradient[place] else None
+            if has_gradient[place] and gradient is None:
                 gradient = part.as_gradient(self._view(part), is_local=self._has_local)
-                self._given[place] = weakref.ref(gradient)
+                self._given[place] = gradient
             part.tensor.grad = gradient
         # Last, because they refuse changes, buffers or batches, and gradients are complete then.
         if self.syncs:

@@ -141,7 +141,8 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
         for inner in waiting.pop()._modules.values():
             if inner is not None and id(inner) not in found:
                 found[id(inner)] = inner
-                waiting.append(inner)
+                if inner._modules:
+                    waiting.append(inner)
     return list(found.values())
 
 

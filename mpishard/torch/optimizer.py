@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard.base import ShardingError, settings
-from mpishard.communication import called_as
+from mpishard.communication import called_as, differences
 from mpishard.observe import span
 from mpishard.optimizers import (
     Optimizer,
@@ -28,7 +28,7 @@ from mpishard.torch.optimizer_state import (
     refuse_other_parameters,
     slice_states,
 )
-from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict
+from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict, checksum
 from mpishard.torch.rule_optimizer import RuleOptimizer
 from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
@@ -243,14 +243,24 @@ def _before_step(
     ]
     backend, subject = owners[0].backend, owners[0].layout.subject
     # Each rank updates other elements, so that different settings would raise no error.
-    mine = np.array([[zlib.crc32(repr(chosen).encode()), checksum_of_parameters(made)]])
-    of_settings, of_parameters = backend.all_gather(mine, subject=subject).T
+    assigned = _assigned_gradients(made)
+    texts = repr(chosen), repr(assigned)
+    mine = [*(zlib.crc32(text.encode()) for text in texts), checksum_of_parameters(made)]
+    of_settings, of_assigned, of_parameters = backend.all_gather(
+        np.array([mine]), subject=subject
+    ).T
     refuse_other_parameters(of_parameters, made, backend)
     if (of_settings != of_settings[0]).any():
         raise ShardingError(
             "the settings of the update, such as the learning rate, differ between ranks "
             f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
             "give every rank the same settings, and ReduceLROnPlateau the same value"
+        )
+    if (of_assigned != of_assigned[0]).any():
+        raise ShardingError(
+            "the ranks have assigned different gradients, with which their parameters would differ "
+            f"(checksums by rank, {differences(backend, assigned)}). Nothing was updated; assign "
+            "the same on every rank, such as p.grad = mpishard.torch.mean_over_ranks(values)"
         )
     if closure is not None:
         return (args[0], _Evaluation(owners, made, closure)), {}
@@ -260,13 +270,29 @@ def _before_step(
     return None
 
 
+def _assigned_gradients(made: torch.optim.Optimizer) -> dict[str, str]:
+    """Return checksums of the gradients that the user has assigned and each rank has whole."""
+    checksums = {}
+    for part in made._mpishard_parts.values():
+        if part.has_assigned_gradient:
+            part.has_assigned_gradient = False
+            if not part.owner.shards_state and part.owner.backend.world_size > 1:
+                checksums[f"the gradient of {part.entry.name!r}"] = str(checksum(part.tensor.grad))
+    return checksums
+
+
 def _take_gradients(made: torch.optim.Optimizer) -> None:
     """Give the optimizer the gradients of its parts as plain tensors."""
     with torch._C.DisableTorchFunctionSubclass():
-        for part in made._mpishard_parts.values():
+        for part in _divided(made):
             gradient = part.tensor.grad
             if type(gradient) is GradientPart:  # `_after_step` makes it one again.
                 gradient.__class__ = torch.Tensor
+
+
+def _divided(made: torch.optim.Optimizer) -> list[OwnedParameter]:
+    """Return the parameters of which ranks have parts."""
+    return [part for part in made._mpishard_parts.values() if part.owner.shards_state]
 
 
 class _Evaluation:
@@ -307,7 +333,7 @@ class _Evaluation:
 @called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], made: torch.optim.Optimizer, *_: Any) -> None:
     """Publish, after a step, the parameters that each rank has updated. Collective."""
-    for part in made._mpishard_parts.values():
+    for part in _divided(made):
         part.restore_gradient()
     for owner in owners:
         owner.publish()

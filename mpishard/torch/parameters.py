@@ -76,6 +76,10 @@ class StoredParameter:
         """Remember the parameter's number of changes in place, all of which are counted."""
         self._version = self.parameter._version
 
+    def has_new_version(self) -> bool:
+        """Return True if the parameter was changed in place since `note_version`."""
+        return self.parameter._version != self._version  # type: ignore[no-any-return]
+
     def require_counted(self) -> None:
         """Refuse a parameter that was changed in place other than by `ChangedOnce`.
 
@@ -84,7 +88,7 @@ class StoredParameter:
         ShardingError
             If ranks share the parameter's memory, in which each may have made the change.
         """
-        if self.parameter._version == self._version or not self.store.once_per_node:
+        if not self.has_new_version() or not self.store.once_per_node:
             return
         if self.store.backend.world_size > self.store.backend.node_count:
             raise ShardingError(
@@ -170,9 +174,13 @@ class OwnedParameter(StoredParameter):
     tensor : torch.nn.Parameter
         Values of the range, in the store's memory, of shape (stop - start,); under DDP of the
         parameter's shape. Optimizers of PyTorch are given this tensor.
+    has_assigned_gradient : bool
+        True if the user has assigned a gradient since the last step. Under DDP the next step
+        compares the ranks'.
     """
 
     tensor: torch.Tensor
+    has_assigned_gradient: bool = False
 
     def __init__(
         self, owner: Any, index: int, entry: ParameterEntry, unit: Unit, parameter: torch.Tensor
@@ -276,12 +284,14 @@ class Changes:
 
     def flags(self) -> Array:
         """Return 1 for each parameter that this rank has changed since the last comparison."""
-        found = np.zeros(len(self._parameters), np.uint8)
-        for place, part in enumerate(self._parameters):
-            found[place] = part.unchecked is not None
-            if self._has_copies and part.parameter._version != part._version:
-                found[place] = 1
-                part.note_version()
+        parts = self._parameters
+        found = np.array([part.unchecked is not None for part in parts], np.uint8)
+        if self._has_copies:
+            with torch._C.DisableTorchFunctionSubclass():  # It costs time for each attribute.
+                newer = [n for n, part in enumerate(parts) if part.has_new_version()]
+            found[newer] = 1
+            for place in newer:
+                parts[place].note_version()
         return found
 
     def compare(self, flags: Array) -> None:
@@ -503,6 +513,7 @@ class SharedParameter(PlacedParameter):
     def grad(self, value: Any) -> None:
         part = self._stored
         part.tensor.grad = None if value is None else part.assigned(value)
+        part.has_assigned_gradient = value is not None
 
     @grad.deleter
     def grad(self) -> None:

@@ -119,9 +119,11 @@ class PlacedModule:
                 parameter._stored.note_version()
 
     def hook(
-        self, index: int, take: Callable[[Array | None], None]
+        self, index: int, take: Callable[[torch.Tensor | None], None]
     ) -> torch.utils.hooks.RemovableHandle:
-        """Give each gradient of a parameter to ``take``, as a vector, in place of its ``grad``.
+        """Give each gradient of a parameter to ``take``, in place of its ``grad``.
+
+        It is a dense tensor of 32 bits or more.
 
         Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
         then counts as unused by this rank, and ``take`` gets None.
@@ -161,6 +163,10 @@ class PlacedModule:
             If a parameter was moved, replaced or added, or requires a gradient only now, or was
             changed in a way that is not counted. The message names it.
         """
+        with torch._C.DisableTorchFunctionSubclass():  # It costs time for each attribute.
+            self._require_placed()
+
+    def _require_placed(self) -> None:
         trained = set()
         for index, (module, name) in enumerate(self.places):
             entry, parameter = self.entries[index], self.parameters[index]
@@ -340,15 +346,15 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 
 @called_as("backward()")
-def _take_gradient(take: Callable[[Array | None], None], parameter: torch.Tensor) -> None:
-    """Give a parameter's gradient to ``take``, dense and of 32 bits or more, as its hook."""
-    gradient = native_gradient.__get__(parameter)
-    # The store has the values from now on, so that PyTorch can free its own.
-    native_gradient.__set__(parameter, None)
+def _take_gradient(take: Callable[[torch.Tensor | None], None], parameter: torch.Tensor) -> None:
+    """Give a parameter's gradient to ``take``, as its hook."""
+    with torch._C.DisableTorchFunctionSubclass():  # It costs time for each attribute.
+        gradient = native_gradient.__get__(parameter)
+        # The store has the values from now on, so that PyTorch can free its own.
+        native_gradient.__set__(parameter, None)
     if gradient is not None:
         # NumPy has no sparse arrays, and sums of 16-bit numbers would lose digits.
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.float() if gradient.itemsize == 2 else gradient
         gradient = gradient.detach() if gradient.requires_grad else gradient
-        gradient = gradient.numpy().reshape(-1)
     take(gradient)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.base import Array, ShardingError, as_count, reuse_freed_memory
+from mpishard.base import ShardingError, as_count, reuse_freed_memory
 from mpishard.communication import CommunicationBackend, current_recorder, differences
 from mpishard.models import (
     ModelVector,
@@ -266,7 +266,7 @@ class ShardedModule(Uncopied):
         self.gradients.finish()
 
 
-def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: Array | None) -> None:
+def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: torch.Tensor | None) -> None:
     """Pass a parameter's gradient to the backward passes.
 
     The garbage collector cannot see references of a PyTorch hook, so that it has only a weak one.

@@ -401,6 +401,14 @@ def test_other_arguments_and_checkpoints_are_refused(tmp_path: Path) -> None:
         JaxModel(masked, first).load_model(tmp_path)
 
 
+@in_worlds(2)
+def test_a_line_search_with_a_state_is_refused(backend: Any) -> None:
+    one = JaxModel(masked, {"a": np.zeros((5, 2))}, state={"n": np.zeros(2)})
+    sharded, _ = wrap(backend, "ddp", one)
+    with pytest.raises(ValueError, match=r"a state that the loss returns .*without state="):
+        ms.as_distributed(ms.optimizers.LBFGS(), backend, "ddp").bind(sharded)
+
+
 def test_an_nnx_module_of_outside_is_explained() -> None:
     nnx = pytest.importorskip("flax.nnx")
     net = nnx.BatchNorm(5, rngs=nnx.Rngs(0))

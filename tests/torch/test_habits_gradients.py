@@ -374,3 +374,45 @@ def test_torch_func(backend: Any, path: str, shared_path: Any) -> None:
         everyone = nets.make(nets.perceptron)
         transformed(everyone, *nets.batch("mlp"))
         assert nets.difference(model, everyone.state_dict()) < 1e-13, strategy
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(2, 3)
+def test_a_gradient_that_a_graph_keeps_has_its_values_after_the_next_backward(backend, strategy):
+    """The user has no reference to the gradient itself, which autograd has saved."""
+    mst.init()
+    x, y = nets.batch("mlp")
+    model = mst.shard(nets.make(nets.perceptron), strategy)
+    optimizer = optimizer_of(model, lr=0.1)
+    weight = torch.ones(model[0].weight.shape, dtype=model[0].weight.dtype, requires_grad=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nets.squared(model, x, y).backward()
+        gradient = model[0].weight.grad
+        values = gradient.clone() if strategy == "ddp" else gradient.full_tensor()
+        product = (gradient * weight).sum()
+        del gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        nets.squared(model, 2 * x, y).backward()
+        weight.grad = None
+        product.backward()
+        assert torch.equal(weight.grad, values)
+
+
+@in_worlds(2, 3)
+def test_different_gradients_that_ranks_assign_are_refused_under_ddp(backend):
+    mst.init()
+    x, y = nets.batch("mlp")
+    model = mst.shard(nets.make(nets.perceptron), "ddp")
+    optimizer = optimizer_of(model, lr=0.1)
+    nets.squared(model, x, y).backward()
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    nets.squared(model, x, y).backward()
+    model[2].weight.grad = torch.full_like(model[2].weight, 1.0 + backend.rank)
+    with pytest.raises(ShardingError, match=r"'2\.weight' is \d+.*mean_over_ranks"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -259,6 +259,14 @@ class PlacedProgram(WholeProgram):
         arrivals.finish()
 
 
+_SMALL = 4096  # elements of a gradient that waits for its unit: a call of NumPy costs more
+
+
+def _joined(arrays: list[Array]) -> Array:
+    """Return arrays of shape (size,), end to end."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 class ArrivalPlan:
     """The entries of each unit, which the backward passes of a model have in common.
 
@@ -281,6 +289,7 @@ class ArrivalPlan:
         self.without_gradient = without_gradient
         self.unit_of: list[int] = []
         self.ranges: list[slice] = []  # of each entry, in its unit
+        self.is_small: list[bool] = []
         self.trained: list[frozenset[int]] = []
         self.untrained: list[list[int]] = []
         for unit in units:
@@ -289,10 +298,8 @@ class ArrivalPlan:
             self.ranges += [slice(e.start - unit.start, e.stop - unit.start) for _, e in numbered]
             # Autograd gives no gradient to a parameter that is not trained: none is waited for.
             self.trained.append(frozenset(i for i, entry in numbered if entry.trainable))
+            self.is_small += [entry.size < _SMALL for _, entry in numbered]
             self.untrained.append([i for i, entry in numbered if not entry.trainable])
-
-
-_SMALL = 4096  # elements of a gradient that waits for its unit: a call of NumPy costs more
 
 
 class Arrivals:
@@ -310,14 +317,24 @@ class Arrivals:
         The store.
     scale : float
         Factor of all gradients.
+    join : callable
+        Returns one array of shape (size,) from gradients end to end, which may be of another
+        library.
     """
 
-    def __init__(self, plan: ArrivalPlan, gradients: GradientStore, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        plan: ArrivalPlan,
+        gradients: GradientStore,
+        scale: float = 1.0,
+        join: Callable[[list[Any]], Array] = _joined,
+    ) -> None:
         self._plan = plan
         self._scale = scale
+        self._join = join
         self._gradients = gradients
         self._missing = [set(trained) for trained in plan.trained]
-        self._waiting: list[dict[int, Array]] = [{} for _ in plan.units]
+        self._waiting: list[dict[int, Any]] = [{} for _ in plan.units]
         self._turn = len(plan.units) - 1
         self._open: tuple[Array, bool] | None = None
 
@@ -327,7 +344,7 @@ class Arrivals:
         pairs = zip(self._plan.trained, self._missing, strict=True)
         return {self._plan.entries[i].name for all_of, missing in pairs for i in all_of - missing}
 
-    def receive(self, index: int, gradient: Array) -> None:
+    def receive(self, index: int, gradient: Any) -> None:
         """Take the gradient of a parameter, and reduce the units that are complete."""
         unit = self._plan.unit_of[index]
         missing = self._missing[unit]
@@ -342,7 +359,7 @@ class Arrivals:
         self._waiting[unit][index] = gradient
         # One unit after the other: autograd's order may differ between ranks, the order of
         # messages may not.
-        if unit != self._turn or (missing and gradient.size < _SMALL):
+        if unit != self._turn or (missing and self._plan.is_small[index]):
             return
         while self._turn >= 0:
             self._write()
@@ -386,27 +403,20 @@ class Arrivals:
                 target[place] += gradient * self._scale
         waiting.clear()
 
-    def _runs(self, waiting: dict[int, Array]) -> Iterator[tuple[slice, Array]]:
+    def _runs(self, waiting: dict[int, Any]) -> Iterator[tuple[slice, Array]]:
         """Yield place and values of gradients; small ones that lie end to end as one."""
-        ranges = self._plan.ranges
-        run: list[int] = []
+        ranges, is_small = self._plan.ranges, self._plan.is_small
+        runs: list[list[int]] = []
+        last = -1  # The last index of the run, if it may go on.
         for index in sorted(waiting):
-            is_small = waiting[index].size < _SMALL
-            if run and not (is_small and index == run[-1] + 1):
-                yield self._joined(run, waiting)
-                run = []
-            if is_small:
-                run.append(index)
+            if index == last + 1 and runs and is_small[index]:
+                runs[-1].append(index)
             else:
-                yield ranges[index], waiting[index]
-        if run:
-            yield self._joined(run, waiting)
-
-    def _joined(self, run: list[int], waiting: dict[int, Array]) -> tuple[slice, Array]:
-        first, last = self._plan.ranges[run[0]], self._plan.ranges[run[-1]]
-        if len(run) == 1:
-            return first, waiting[run[0]]
-        return slice(first.start, last.stop), np.concatenate([waiting[index] for index in run])
+                runs.append([index])
+            last = index if is_small[index] else -2
+        for run in runs:
+            place = slice(ranges[run[0]].start, ranges[run[-1]].stop)
+            yield place, self._join([waiting[index] for index in run])
 
     def _reduce(self) -> None:
         if self._turn not in self._plan.without_gradient:

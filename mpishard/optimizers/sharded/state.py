@@ -349,7 +349,8 @@ def require_searchable(model: ShardedModelBase, rule: str) -> None:
     Raises
     ------
     ValueError
-        For a black box that computes no loss, a model with dropout, and replicas that drift apart.
+        For a black box that computes no loss, a model with dropout or with a state that its loss
+        returns, and replicas that drift apart.
     """
     if not model.engine.knows_loss:
         refuse_line_search(
@@ -358,7 +359,11 @@ def require_searchable(model: ShardedModelBase, rule: str) -> None:
             "give it compute_loss_and_gradients, or a default_loss_function",
         )
     if model.engine.program.is_random:
-        refuse_line_search(rule, "dropout changes it each time", "remove the dropout layers")
+        refuse_line_search(
+            rule,
+            "dropout, random keys or a state that the loss returns change it each time",
+            "remove the dropout layers, or make the JaxModel without state=",
+        )
     if not model.sharding_configuration.auto_sync_gradients:
         refuse_line_search(
             rule, "each rank has a function of its own", "leave out auto_sync_gradients=False"
