@@ -446,6 +446,20 @@ def test_the_launcher_s_process_that_was_gone_first_is_named_or_its_host():
     assert line.startswith("rank 0 was killed: process 77 of mpiexec on ")
 
 
+def test_a_rank_that_crashes_after_another_host_was_lost_is_not_blamed():
+    host = SimpleNamespace(name="node2")
+    orphan = RankProcess(2, 4002, 3002, orphaned_by=78, host=host, ended_at=1.0)
+    crashed = RankProcess(0, 4000, 3000, SEGMENTED, ended_at=2.0)
+    end = job(255, orphaned=[orphan], launcher_may_break=True)
+    end = dataclasses.replace(end, ended=[crashed])
+    assert end.judge().lines[0].startswith("rank 2 was killed: process 78 of mpiexec on ")
+    lost = "host node2 (rank 2) has closed its connection"
+    assert dataclasses.replace(end, orphaned=[], lost=lost).judge() == JobResult(1, (lost,))
+    # A rank that crashed first is the cause.
+    late = dataclasses.replace(orphan, ended_at=3.0)
+    assert dataclasses.replace(end, orphaned=[late]).judge().code == 139
+
+
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
     """Open MPI ends when one rank has ended with a code; another may still be ending then."""
     orphans = [RankProcess(0, 4000, 3000, orphaned_by=77)]

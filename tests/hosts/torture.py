@@ -336,6 +336,7 @@ def look_for_leftovers(kit: Kit, trial: Trial) -> None:
     for host, things in left.items():
         # If its agent was killed, a host cleans up at its next job.
         is_late = trial.kind in ("kill-all", "kill-host-agent")
+        is_late |= trial.kind == "kill-agent" and trial.moment < 0  # which starts that of the host
         wrong = [thing for thing in things if "python" in thing or not is_late]
         if wrong:
             trial.problems.append(f"left on {host}: {' | '.join(text[:90] for text in wrong)}")

@@ -139,7 +139,10 @@ class JobEnd:
             return self._blame(self.stopped_for)
         # The launcher may end before a rank that has left, if another one ended with a code.
         orphaned = [process for process in self.orphaned if not self._has_left(process.rank)]
-        if orphaned and self._first() is None:
+        first = self._first()
+        if first is not None and self._has_crashed_after(first, orphaned):
+            return self._of_launcher(orphaned)
+        if orphaned and first is None:
             return self._of_launcher(orphaned)
         if not self.called_init:
             return self._before_all()
@@ -194,6 +197,18 @@ class JobEnd:
             f"{self.program}{where}, which had started {who(alike)}, is gone (killed, or crashed)"
         )
         return JobResult(settings.EXIT_FAILURE, (line,))
+
+    def _has_crashed_after(self, first: RankProcess, orphaned: Sequence[RankProcess]) -> bool:
+        """Return whether a rank has crashed because another host, or its ranks, were lost.
+
+        MPICH's library UCX sometimes crashes in a rank whose connection is lost.
+        """
+        if not self.launcher_may_break or first.exit_code != -signal.SIGSEGV:
+            return False
+        if self.lost and first.host is None:
+            return True
+        elsewhere = [process for process in orphaned if process.host is not first.host]
+        return bool(elsewhere) and elsewhere[0].ended_at < first.ended_at
 
     def _is_of_launcher(self, process: RankProcess) -> bool:
         """Return whether the launcher itself, on this machine, had started the rank."""
