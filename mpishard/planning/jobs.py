@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.adapters import TorchModel
 from mpishard.base import DType, as_count
-from mpishard.communication import mesh_sizes
+from mpishard.communication import AXES, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 from mpishard.models import IPlaceableModel
@@ -61,6 +61,8 @@ class Job:
         The update rule.
     minimum_parameter_group_size : int
         As in `ShardingConfiguration`.
+    order : tuple of str
+        Axes of a mesh, the one whose ranks are neighbours last: as of `HybridShardedModel`.
 
     Raises
     ------
@@ -82,6 +84,7 @@ class Job:
     checkpoint_config: ActivationCheckpointConfig | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
     minimum_parameter_group_size: int = 1024
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         as_count("ranks", self.ranks)
@@ -139,6 +142,7 @@ class Job:
             "checkpoint_config": self.checkpoint_config,
             "sequence_parallel": self.sequence_parallel,
             "data_parallel_strategy": self.data_parallel_strategy,
+            "order": self.order,
         }
         taken = STRATEGY_OPTIONS.get(self.strategy, ())
         return {name: value for name, value in values.items() if name in taken}

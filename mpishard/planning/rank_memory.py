@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base import BFLOAT16
 from mpishard.contracts import ILayeredModel
 from mpishard.distributed import DistributedStrategy
 from mpishard.models import (
@@ -15,6 +16,7 @@ from mpishard.models import (
     BackwardPass,
     Engine,
     IPlaceableModel,
+    LayeredProgram,
     MeshOptions,
     OpaqueProgram,
     PlacedProgram,
@@ -54,7 +56,8 @@ class MemoryUse:
     buffers : int
         Buffers in which messages and rounded gradients travel.
     black_box : int
-        The parameters that a black box keeps, and the gradient that it returns.
+        The parameters that a black box keeps itself, or a module was built with, and the gradient
+        that it returns.
     """
 
     parameters: int = 0
@@ -126,7 +129,7 @@ def memory_of(model: Any, job: Job) -> MemoryRow:
         if not _is_mesh(job):
             use = _memory_of_rank(model, job, 0)
             return MemoryRow(job, (use,), sum([use] * size, MemoryUse()))
-        mesh = PlannedMesh(_backend(job, 0), *job.sizes)
+        mesh = PlannedMesh(_backend(job, 0), *job.sizes, order=job.order)
         # Tensor rank 0 and data rank 0 have the largest slices and pieces. Stages of equal layers
         # and orders need equal memory.
         found: dict[Hashable, MemoryUse] = {}
@@ -157,7 +160,7 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
     infos = model.get_all_layer_info()
     for info in infos:
         _check_heads(info.name, info.layer, mesh.tensor_size)
-    choices = mesh_choices(model, mesh, _mesh_options(job))
+    choices = mesh_choices(model, mesh, mesh_options_of(job))
     count = choices.micro_batch_count
     for rank in range(mesh.pipeline_size):
         layers = [infos[slice(*choices.stages[stage])] for stage in choices.stages_of(rank)]
@@ -185,13 +188,12 @@ def _check_heads(name: str, layer: Layer, tensor: int) -> None:
         _check_heads(f"{name}.{child}", inner, tensor)
 
 
-def _mesh_options(job: Job) -> MeshOptions:
+def mesh_options_of(job: Job) -> MeshOptions:
+    """Return the options of a mesh model for the job."""
     names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
     given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
-    order = ("pipeline", "tensor", "data")
-    return MeshOptions(
-        **checked_mesh_options({**given, "partition_strategy": None, "order": order})
-    )
+    given |= {"partition_strategy": None, "order": job.order}
+    return MeshOptions(**checked_mesh_options(given))
 
 
 def parameter_count(model: Any) -> int:
@@ -233,7 +235,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
     if frozen != program.frozen:
         engine.freeze(frozen)
     state = [engine.allocate_state(engine.pieces.updated) for _ in job.optimizer.needed_state()]
-    peak, is_box = ledger.peak, isinstance(program, OpaqueProgram)
+    peak = ledger.peak
     use = MemoryUse(
         parameters=peak(MemoryCategory.PARAMETERS),
         gradients=peak(MemoryCategory.GRADIENTS),
@@ -241,7 +243,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
         unsharded_units=peak(MemoryCategory.GATHERED) + peak(MemoryCategory.FULL_GRADIENTS),
         activations=activations.peak if isinstance(model, ILayeredModel) else None,
         buffers=peak(MemoryCategory.SCRATCH),
-        black_box=2 * program.units[-1].stop * program.dtype.itemsize if is_box else 0,
+        black_box=program.units[-1].stop * _bytes_of_a_box(program, job),
     )
     del state
     return use
@@ -258,10 +260,19 @@ def _program(
         if isinstance(model, IPlaceableModel):
             return PlacedProgram(model, config), policy
         return OpaqueProgram(model, config.communication_backend), policy
-    mesh = PlannedMesh(config.communication_backend, *job.sizes)
-    choices = mesh_choices(model, mesh, _mesh_options(job))
+    mesh = PlannedMesh(config.communication_backend, *job.sizes, order=job.order)
+    choices = mesh_choices(model, mesh, mesh_options_of(job))
     policy = DATA_POLICIES[job.data_parallel_strategy if mesh.data_size > 1 else "ddp"]
     return PlannedMeshProgram(model, config, choices, activations), policy
+
+
+def _bytes_of_a_box(program: Program, job: Job) -> int:
+    """Return the bytes per parameter that a program which is not ours takes beside the ledger."""
+    if isinstance(program, LayeredProgram):
+        return 0
+    # A module's own parameters are freed when it is wrapped, and their memory stays in the process.
+    gradient = BFLOAT16.itemsize if job.precision == "bfloat16" else program.dtype.itemsize
+    return program.dtype.itemsize + gradient
 
 
 def _train(engine: Engine, job: Job, activations: Activations) -> None:
