@@ -270,7 +270,8 @@ def _bytes_of_a_box(program: Program, job: Job) -> int:
     """Return the bytes per parameter that a program which is not ours takes beside the ledger."""
     if isinstance(program, LayeredProgram):
         return 0
-    # A module's own parameters are freed when it is wrapped, and their memory stays in the process.
+    # A module's own parameters are freed when it is wrapped, but their memory may stay in the
+    # process: PSS shows it in float32 (docs/plan.md).
     gradient = BFLOAT16.itemsize if job.precision == "bfloat16" else program.dtype.itemsize
     return program.dtype.itemsize + gradient
 
