@@ -35,7 +35,7 @@ _COMMANDS = {
         "verify.command",
         "Compare sharded training of TARGET's model with training it in one process.",
     ),
-    "plan": ("plan", "Plan a run before it starts: its memory, and its pipeline schedule."),
+    "plan": ("plan", "Plan a run before it starts: its memory, its time, its mesh, its schedule."),
     "bench": ("bench.command", "Measure collectives and training steps on these ranks."),
     "checkpoint": (
         "checkpoint", "Inspect checkpoints, check them, convert them for other programs."

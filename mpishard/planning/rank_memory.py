@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.base import BFLOAT16
 from mpishard.contracts import ILayeredModel
 from mpishard.distributed import DistributedStrategy
 from mpishard.models import (
@@ -15,6 +16,7 @@ from mpishard.models import (
     BackwardPass,
     Engine,
     IPlaceableModel,
+    LayeredProgram,
     MeshOptions,
     OpaqueProgram,
     PlacedProgram,
@@ -54,7 +56,8 @@ class MemoryUse:
     buffers : int
         Buffers in which messages and rounded gradients travel.
     black_box : int
-        The parameters that a black box keeps, and the gradient that it returns.
+        The parameters that a black box keeps itself, or a module was built with, and the gradient
+        that it returns.
     """
 
     parameters: int = 0
@@ -126,7 +129,7 @@ def memory_of(model: Any, job: Job) -> MemoryRow:
         if not _is_mesh(job):
             use = _memory_of_rank(model, job, 0)
             return MemoryRow(job, (use,), sum([use] * size, MemoryUse()))
-        mesh = PlannedMesh(_backend(job, 0), *job.sizes)
+        mesh = PlannedMesh(_backend(job, 0), *job.sizes, order=job.order)
         # Tensor rank 0 and data rank 0 have the largest slices and pieces. Stages of equal layers
         # and orders need equal memory.
         found: dict[Hashable, MemoryUse] = {}
@@ -232,7 +235,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
     if frozen != program.frozen:
         engine.freeze(frozen)
     state = [engine.allocate_state(engine.pieces.updated) for _ in job.optimizer.needed_state()]
-    peak, is_box = ledger.peak, isinstance(program, OpaqueProgram)
+    peak = ledger.peak
     use = MemoryUse(
         parameters=peak(MemoryCategory.PARAMETERS),
         gradients=peak(MemoryCategory.GRADIENTS),
@@ -240,7 +243,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
         unsharded_units=peak(MemoryCategory.GATHERED) + peak(MemoryCategory.FULL_GRADIENTS),
         activations=activations.peak if isinstance(model, ILayeredModel) else None,
         buffers=peak(MemoryCategory.SCRATCH),
-        black_box=2 * program.units[-1].stop * program.dtype.itemsize if is_box else 0,
+        black_box=program.units[-1].stop * _bytes_of_a_box(program, job),
     )
     del state
     return use
@@ -261,6 +264,16 @@ def _program(
     choices = mesh_choices(model, mesh, mesh_options_of(job))
     policy = DATA_POLICIES[job.data_parallel_strategy if mesh.data_size > 1 else "ddp"]
     return PlannedMeshProgram(model, config, choices, activations), policy
+
+
+def _bytes_of_a_box(program: Program, job: Job) -> int:
+    """Return the bytes per parameter that a program which is not ours takes beside the ledger."""
+    if isinstance(program, LayeredProgram):
+        return 0
+    # A module's own parameters are freed when it is wrapped, but their memory may stay in the
+    # process: PSS shows it in float32 (docs/plan.md).
+    gradient = BFLOAT16.itemsize if job.precision == "bfloat16" else program.dtype.itemsize
+    return program.dtype.itemsize + gradient
 
 
 def _train(engine: Engine, job: Job, activations: Activations) -> None:
