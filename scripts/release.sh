@@ -33,6 +33,7 @@ fi
     refuse 'there are changes without a commit, which a release would leave out. See them with' \
         "git -C $root status"
 
+unset PYTHONPATH # the package is to be found where it is installed
 base="$(find_python)"
 work="$(mktemp -d)"
 trap 'rm -rf -- "$work"' EXIT
@@ -61,7 +62,8 @@ try_out() {
     sed -n '/^```python$/,/^```$/{/^```$/q;/^```/!p}' "$root/README.md" >"$folder/quickstart.py"
     cd -- "$folder"
     export OMP_NUM_THREADS=1
-    "$own/bin/python" -c "import mpishard; assert mpishard.__version__ == '$version', mpishard"
+    "$own/bin/python" -c "import mpishard, sys
+assert mpishard.__version__ == '$version' and mpishard.__file__.startswith(sys.prefix), mpishard"
     "$own/bin/python" quickstart.py | tee threads.txt
     "$own/bin/mpiexec" -n 2 "$own/bin/python" quickstart.py </dev/null | tee mpi.txt
     # The same loss on threads and on MPI ranks; the line of progress has times.
