@@ -159,7 +159,7 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
         )
     infos = model.get_all_layer_info()
     for info in infos:
-        _check_heads(info.name, info.layer, mesh.tensor_size)
+        check_heads(info.name, info.layer, mesh.tensor_size)
     choices = mesh_choices(model, mesh, mesh_options_of(job))
     count = choices.micro_batch_count
     for rank in range(mesh.pipeline_size):
@@ -176,7 +176,7 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
         yield tuple(kinds), tuple(map(len, layers)), tuple(order), ends
 
 
-def _check_heads(name: str, layer: Layer, tensor: int) -> None:
+def check_heads(name: str, layer: Layer, tensor: int) -> None:
     """Refuse attention with fewer heads than tensor ranks: each rank would compute all of it."""
     heads = min(layer.heads, layer.kv_heads) if isinstance(layer, Attention) else tensor
     if heads < tensor:
@@ -185,7 +185,7 @@ def _check_heads(name: str, layer: Layer, tensor: int) -> None:
             f"at most {heads}"
         )
     for child, inner in layer.children.items():
-        _check_heads(f"{name}.{child}", inner, tensor)
+        check_heads(f"{name}.{child}", inner, tensor)
 
 
 def mesh_options_of(job: Job) -> MeshOptions:
