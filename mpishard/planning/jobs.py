@@ -232,6 +232,11 @@ def _without_arrays(model: Any) -> Any:
     return model
 
 
+def name_of(model: Any) -> str:
+    """Return the class of a planned model: of a PyTorch module, its own."""
+    return type(model.placed_object if isinstance(model, ModuleShapes) else model).__name__
+
+
 class ModuleShapes(IPlaceableModel):
     """Names and shapes of the parameters of a PyTorch module on the device "meta"."""
 

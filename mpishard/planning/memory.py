@@ -9,7 +9,7 @@ from typing import Any
 
 from mpishard.contracts import ILayeredModel
 from mpishard.planning.advice import advice_on, gibibytes
-from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.jobs import Job, UnplannableError, name_of, planned_model
 from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of, parameter_count
 
 DATA_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -174,9 +174,7 @@ def plan_memory(
     if not rows:
         raise UnplannableError("there is nothing to plan: give a strategy or a mesh")
     advice = () if host_memory is None else tuple(advice_on(model, rows, host_memory))
-    return MemoryPlan(
-        type(model).__name__, parameter_count(model), tuple(rows), host_memory, advice
-    )
+    return MemoryPlan(name_of(model), parameter_count(model), tuple(rows), host_memory, advice)
 
 
 def data_job(name: str, ranks: int, hosts: int, choices: Mapping[str, Any]) -> Job:

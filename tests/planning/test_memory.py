@@ -251,3 +251,24 @@ def test_views(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_memory(mlp(), 4)
     assert len(repr(plan)) < 120
     assert plan._repr_html_().startswith("<table><caption>MLP of")
+
+
+def test_a_module_of_pytorch_is_planned_on_the_device_meta() -> None:
+    torch = pytest.importorskip("torch")
+
+    def module(device: str) -> Any:
+        with torch.device(device):
+            return torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 10))
+
+    plan = plan_memory(lambda: module("meta"), 4)
+    assert plan.model == "Sequential"
+    assert [row.name for row in plan.rows] == ["ddp", "zero1", "zero2", "fsdp"]
+    assert plan.rows[0].rank.optimizer_state == 8 * (31 * 40 + 41 * 10)
+    assert plan.rows[0].rank.activations is None
+    with pytest.raises(
+        UnplannableError, match=r"has allocated 0\.weight and 3 more .* device meta"
+    ):
+        plan_memory(lambda: module("cpu"), 4)
+    held = ms.adapters.TorchModel(module("cpu"), torch.nn.functional.mse_loss)
+    with pytest.raises(UnplannableError, match="a TorchModel holds its parameters"):
+        plan_memory(held, 4)
