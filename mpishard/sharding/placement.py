@@ -288,7 +288,7 @@ def by_parameter(
     Parameters
     ----------
     pieces : iterable of (Region, Array)
-        Regions and their values, 1-D.
+        Each region and its values, 1-D.
     entries : sequence of ParameterEntry
         The parameters along the flat vector, in order. Elements of others are left out.
     """

@@ -268,7 +268,8 @@ def _divided(placed: PlacedModule) -> tuple[dict[str, Any], dict[str, Any], dict
     module = placed.module
     state = module.state_dict(keep_vars=True)
     in_vector = {id(parameter) for parameter in placed.parameters}
-    names_in_vector, plain = set(), set()
+    names_in_vector: set[str] = set()
+    plain: set[int] = set()
     # One walk, because a module may have many thousands of parts.
     for prefix, part in module.named_modules(remove_duplicate=False):
         plain.update(map(id, part._buffers.values()), map(id, part._parameters.values()))

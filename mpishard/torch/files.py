@@ -452,7 +452,7 @@ def _columns(states: Mapping[str, Document]) -> list[Document]:
     ]
 
 
-def _stacks(value: object) -> tuple[object, ...]:
+def _stacks(value: Any) -> tuple[object, ...]:
     """Return a form, which values have in common that make one tensor; empty if they do not."""
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
         return ()

@@ -21,7 +21,7 @@ def checkpoint() -> Any:
 
 
 def measure(checkpoint: Any, folder: Path, path: Path | None = None) -> None:
-    arguments = Namespace(size=1 << 20, repeats=2, folder=folder, json=path)
+    arguments = Namespace(size=1 << 20, tiny=0, repeats=2, folder=folder, json=path)
     importlib.import_module("harness").measure(checkpoint.main, arguments)
 
 
@@ -53,6 +53,9 @@ def test_its_size(checkpoint: Any) -> None:
     for world_size in (1, 2, 8):
         nbytes = 12 * benchmark.layers(world_size) * 1024 * 1025 / world_size
         assert abs(nbytes / (256 << 20) - 1) < 0.03
+    tiny = checkpoint.CheckpointBenchmark(1, 7, Path(), tiny=19)
+    assert [entry.shape for entry in tiny.model(2).checkpoint_parameters()] == [(10,)] * 20
+    assert tiny.description(2) == "10 layer norms of 10 features"
 
 
 def test_ratios_are_those_of_one_repeat(checkpoint: Any) -> None:

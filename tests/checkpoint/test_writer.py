@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -289,6 +290,25 @@ def test_pieces_must_cover_each_parameter_exactly_once(
     run_in_threads(2, work)
     assert names(tmp_path) == ["c"]
     assert seed_of(tmp_path / "c", fakes) == 1
+
+
+def test_small_parameters_share_pieces(tmp_path: Path) -> None:
+    """With one piece for each, 20,000 parameters took 14 s to load."""
+
+    def work(backend: Any) -> None:
+        chain = nn.Sequential(*(nn.LayerNorm(3) for _ in range(500)))
+        plain = nn.Model(chain, nn.MSE(), input_shape=(3,), dtype="float32")
+        model = as_distributed(plain, backend, "fsdp")
+        checkpoint.save(tmp_path / "c", model)
+        pieces = json.loads((tmp_path / "c" / "manifest.json").read_text())["content"]["arrays"]
+        units = len(model.engine.layout.units)
+        assert len(pieces["parameters"]["pieces"]) <= 2 * units < 100, units
+        saved = model.gather_full_parameters()
+        model.set_parameters(np.zeros_like(saved))
+        checkpoint.load(tmp_path / "c", model)
+        assert model.gather_full_parameters().tobytes() == saved.tobytes()
+
+    run_in_threads(2, work)
 
 
 def test_ranks_with_other_parameters_cannot_save_together(tmp_path: Path) -> None:

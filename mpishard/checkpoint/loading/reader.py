@@ -277,8 +277,8 @@ class CheckpointReader:
     ) -> Sequence[tuple[Region, Array]]:
         """Return pieces of a model with ``parameters``, in regions that `read` can find.
 
-        Regions of the flat vector stay if the checkpoint has the same vector, in ranges.
-        Otherwise they are cut at the bounds of parameters.
+        A region of the flat vector stays if the checkpoint has the same vector, in ranges.
+        Otherwise it is cut at the bounds of parameters.
         """
         stored = self._manifest.arrays.get(kind)
         is_flat = stored is not None and stored.pieces.keys() == {FLAT}
