@@ -171,10 +171,12 @@ class BackwardPasses:
             for place in list(self._given):
                 given, part = self._given[place], self._parts[place]
                 present = part.tensor.grad
-                if can_stay and given.is_set_to(self._view(part)) and not given.requires_grad:
-                    # Three references are those of this function, of the dict and of the call.
-                    if given is present or sys.getrefcount(given) == 3:
-                        continue
+                is_as_made = can_stay and given.is_set_to(self._view(part))
+                is_as_made = is_as_made and not given.requires_grad
+                # Three references are those of this function, of the dict and of the call.
+                is_ours = given is present or sys.getrefcount(given) == 3
+                if is_as_made and is_ours:
+                    continue
                 reference = weakref.ref(given)
                 del given, self._given[place]
                 users = reference()
