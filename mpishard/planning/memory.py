@@ -45,7 +45,7 @@ class MemoryPlan:
         least = min(self.rows, key=lambda row: row.host.total)
         return (
             f"{type(self).__name__}({self.model}, {self.parameter_count} parameters, {job.ranks} "
-            f"ranks on {job.hosts} hosts: {least.name} needs least, "
+            f"ranks on {job.hosts} host{'s' * (job.hosts > 1)}: {least.name} needs least, "
             f"{gibibytes(least.host.total)} per host)"
         )
 
@@ -154,7 +154,7 @@ def plan_memory(
     >>> model = ms.nn.MLP([512, 512, 512], dtype="float32")
     >>> plan = ms.plan_memory(model, ranks=4, strategies=["ddp", "fsdp"], meshes=[])
     >>> plan
-    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 hosts: fsdp needs least, 0.0167 GiB per host)
+    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 host: fsdp needs least, 0.0159 GiB per host)
     >>> [(row.name, row.rank.optimizer_state) for row in plan.rows]
     [('ddp', 4202496), ('fsdp', 1050624)]
     """

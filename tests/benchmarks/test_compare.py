@@ -201,7 +201,7 @@ def test_report_and_refusal():
     assert "invalid choice: 'resnet'" in ended.stderr
     ended = compare("--keep", "--only", "mlp")
     assert "--keep measures all groups" in ended.stderr
-    assert "--page is for --report" in compare("--page", "page.md").stderr
+    assert "--page and --targets are for --report" in compare("--page", "page.md").stderr
 
 
 @pytest.mark.parametrize("which", ["mlp", "gpt"])

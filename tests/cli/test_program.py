@@ -78,7 +78,7 @@ def refused(*words: str) -> str:
         (["rnu", "-n", "2"], "No such command 'rnu'. Did you mean 'run'?"),
         (
             ["bench", "stp"],
-            "no command 'stp'; the commands of bench are collectives, step; did you mean step?",
+            "no command 'stp'; the commands of bench are collectives, step, machine; did you mean",
         ),
         (["checkpoint", "list"], "did you mean inspect FOLDER?"),
         (["run", "--max-restart", "3", "train.py"], "--max-ranks, --max-restarts"),

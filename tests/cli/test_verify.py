@@ -781,6 +781,7 @@ def test_an_import_that_fails_inside_the_target_is_the_users(tmp_path: Path) -> 
         TargetError, match=r"line 1, in <module>\n.*\nModuleNotFoundError: .*_at_all"
     ):
         load_factory(f"{path}:factory", RETURNS)
+    path = tmp_path / "unfinished.py"  # of one size and second with the other, it has its bytecode
     path.write_text("x = 1\ndef factory(seed)\n")
     with pytest.raises(TargetError, match="SyntaxError: expected ':'") as caught:
         load_factory(f"{path}:factory", RETURNS)

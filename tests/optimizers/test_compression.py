@@ -18,6 +18,7 @@ from mpishard.communication.agreement import all_texts
 from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.optimizers import LBFGS, GradientCompressionOptimizer
 from mpishard.optimizers.replicas.codes import Int8, Quantization, TopK
+from mpishard.sharding import by_parameter
 from mpishard.sharding.regions import put_region
 from mpishard.testing.worlds import in_worlds
 
@@ -437,8 +438,10 @@ def sums_of_errors(backend, method, layout, *, write=None, read=None):
         # All replicas' in the model's vector, each element of a replica once.
         full = np.zeros(model.parameter_count)
         vector, pieces = (getattr(state.errors, name) for name in (kind, kind + "_pieces"))
-        for region, values in state._regions_of(vector, pieces, writes=True):
-            entry = next(e for e in model.engine.placement.entries if e.name == region.name)
+        entries = model.engine.placement.entries
+        regions = state._regions_of(vector, pieces, writes=True)
+        for region, values in by_parameter(regions, entries):
+            entry = next(e for e in entries if e.name == region.name)
             put_region(values, region, full[entry.start : entry.stop].reshape(entry.shape))
         sums.append(backend.all_reduce(full))
     return np.concatenate(sums)
