@@ -173,8 +173,9 @@ class BackwardPasses:
                 present = part.tensor.grad
                 is_as_made = can_stay and given.is_set_to(self._view(part))
                 is_as_made = is_as_made and not given.requires_grad
-                # Three references are those of this function, of the dict and of the call.
-                is_ours = given is present or sys.getrefcount(given) == 3
+                # Three references are those of this function, of the dict and of the call. From
+                # Python 3.14 on a call with `given` itself would have none of its own.
+                is_ours = given is present or sys.getrefcount(self._given[place]) == 3
                 if is_as_made and is_ours:
                     continue
                 reference = weakref.ref(given)
