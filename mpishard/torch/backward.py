@@ -173,8 +173,9 @@ class BackwardPasses:
                 present = part.tensor.grad
                 is_as_made = can_stay and given.is_set_to(self._view(part))
                 is_as_made = is_as_made and not given.requires_grad
-                # Three references are those of this function, of the dict and of the call.
-                is_ours = given is present or sys.getrefcount(given) == 3
+                # Three references are those of this function, of the dict and of the call. From
+                # Python 3.14 on a call with `given` itself would have none of its own.
+                is_ours = given is present or sys.getrefcount(self._given[place]) == 3
                 if is_as_made and is_ours:
                     continue
                 reference = weakref.ref(given)
@@ -271,8 +272,12 @@ class BackwardPasses:
             self._flags, changed, of_loaders = np.split(message, ends)
         if self._gathered is not None:
             self._gathered.release()
+        # One that each rank has whole must count once in the next sum over ranks, as in `_go_on`.
+        is_whole = isinstance(self._gradients, ReplicatedGradients)
+        is_whole = is_whole and not isinstance(self._gradients, ScatteredGradients)
+        share = 1 / self._backend.world_size if self._has_local and is_whole else 1
         for part, gradient in self._assigned:
-            self._view(part).add_(plain(gradient).detach())
+            self._view(part).add_(plain(gradient).detach(), alpha=share)
         self._assigned.clear()
         has_gradient = self._flags.tolist()
         for place, part in enumerate(self._parts):

@@ -58,7 +58,8 @@ def from_text(text: str) -> Document:
 def beside_in(text: str) -> Document:
     """Return the values in a checkpoint's text, also in the form of earlier releases.
 
-    These had the tensors of a module as "buffers", and other names for parts of an optimizer.
+    These had the states of an optimizer by parameter. The first had the tensors of a module as
+    "buffers", and other names for parts of an optimizer.
 
     Raises
     ------
@@ -70,11 +71,13 @@ def beside_in(text: str) -> Document:
         values["model"] = {"state_dict": values.pop("buffers"), "versions": {}}
         if "optimizer" in values:
             parts = values["optimizer"]
-            states = [
-                {"names": [name], "values": {key: [value] for key, value in state.items()}}
-                for name, state in parts["rest"].items()
-            ]
-            values["optimizer"] = {"param_groups": parts["groups"], "state": states}
+            values["optimizer"] = {"param_groups": parts["groups"], "state": parts["rest"]}
+    parts = values.get("optimizer", {"state": []})
+    if isinstance(parts["state"], dict):  # by parameter
+        parts["state"] = [
+            {"names": [name], "values": {key: [value] for key, value in state.items()}}
+            for name, state in parts["state"].items()
+        ]
     return values
 
 
@@ -278,6 +281,7 @@ def _divided(placed: PlacedModule) -> tuple[dict[str, Any], dict[str, Any], dict
             for name, parameter in part._parameters.items()
             if id(parameter) in in_vector
         }
+    plain.discard(id(None))  # A module may have no bias, and a get_extra_state() that returns None.
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in state.items():

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -375,10 +375,14 @@ class _OptimizerView:
         saved = [group["params"] for group in settings["param_groups"]]
         here = [group["params"] for group in self._groups()]
         if saved != here:
-            raise ValueError(
-                f"the parameter groups differ: the saved optimizer has groups of "
-                f"{[len(g) for g in saved]} parameters, this one of {[len(g) for g in here]}"
-            )
+            sizes, own_sizes = ([len(names) for names in groups] for groups in (saved, here))
+            if sizes != own_sizes:
+                found = f"has groups of {sizes} parameters, this one of {own_sizes}"
+            else:
+                pairs = zip(chain(*saved), chain(*here), strict=True)
+                name, own_name = next(pair for pair in pairs if pair[0] != pair[1])
+                found = f"has {name!r} where this one has {own_name!r}"
+            raise ValueError(f"the parameter groups differ: the saved optimizer {found}")
         parts = self._owner.parts
         lengths = [part.stop - part.start for part in parts]
         read = {

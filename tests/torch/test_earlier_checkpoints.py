@@ -130,9 +130,11 @@ def test_bytes_with_buffers_load(backend: Any) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in perceptron.named_buffers())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "is_oldest"), [("ddp", True), ("fsdp", False)])
 @in_worlds(1, 2)
-def test_the_state_of_a_loop_loads(backend: Any, strategy: str, shared_path: Any) -> None:
+def test_the_state_of_a_loop_loads(
+    backend: Any, strategy: str, is_oldest: bool, shared_path: Any
+) -> None:
     mst.init()
     saved = make(1)
     trained = [n for n, p in saved.named_parameters() if p.requires_grad]
@@ -145,8 +147,16 @@ def test_the_state_of_a_loop_loads(backend: Any, strategy: str, shared_path: Any
         },
         "scheduler": {"last_epoch": 3, "_step_count": 4},
     }
-    user = {"step": 5, "torch": as_text(beside), "user": {"note": "kept"}}
-    document = {"model": {"strategy": "fsdp", "world_size": 2}, "optimizer": {}, "user": user}
+    user = {"step": 5, "user": {"note": "kept"}}
+    written_by = {"strategy": "fsdp", "world_size": 2}
+    if is_oldest:
+        user["torch"] = as_text(beside)
+    else:
+        parts = beside["optimizer"]
+        beside["model"] = {"state_dict": beside.pop("buffers"), "versions": {}}
+        beside["optimizer"] = {"param_groups": parts["groups"], "state": parts["rest"]}
+        written_by["beside"] = as_text(beside)
+    document = {"model": written_by, "optimizer": {}, "user": user}
     write(shared_path / "c", backend, saved, "mpishard.AdamW", document, with_frozen=True)
     model = mst.shard(make(0), strategy, minimum_unit_size=1)
     with torch.no_grad():

@@ -259,6 +259,22 @@ def test_gradients_that_differ_between_ranks_are_refused(backend: Any) -> None:
         assert "of the gradient of '0.weight', of shape (7, 5): tensor(" in repr(weight.grad)
 
 
+@in_worlds(1, 2, 3)
+def test_an_assigned_gradient_counts_once_if_no_sync_adds_to_it(backend: Any) -> None:
+    mst.init()
+    x, y = nets.batch("mlp")
+    alone = nets.make(nets.perceptron)
+    nets.squared(alone, x, y).backward()
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy)
+        model[0].weight.grad = torch.full_like(model[0].weight, 0.5)
+        with mst.no_sync(model):
+            nets.squared(model, *nets.mine(backend, (x, y))).backward()
+        nets.squared(model, *nets.mine(backend, (x, y))).backward()
+        expected = 0.5 + 2 * alone[0].weight.grad
+        torch.testing.assert_close(_plain(model[0].weight.grad + 0), expected)
+
+
 class DataDependent(nets.nn.Module):
     """ActNorm, set by its first batch, and codes that follow the batches (as in VQ-VAE)."""
 

@@ -74,10 +74,21 @@ class WithOwnNames(Scaled):
 
 
 class WithCopies(Scaled):
-    """Its state dict holds copies."""
+    """Its state dict holds copies, and None, which a buffer is, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("missing", None)
+
+    def get_extra_state(self) -> Any:
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "scale"] = self.scale.detach().clone()
+        destination[prefix + "_extra_state"] = self.get_extra_state()
 
 
 KINDS = [WithExtraState, WithOwnNames, WithCopies]
@@ -313,6 +324,7 @@ def longer_scale() -> Any:
         ("other schedulers", r"SequentialLR\.load_state_dict\(\) raised .*lr_lambdas"),
         ("its module", r"Sequential\.load_state_dict\(\) raised .*saved by another version"),
         ("its groups", r"groups of \[4\] parameters, this one of \[1, 3\]"),
+        ("its order", r"has '0\.weight' where this one has '1\.linear\.bias'"),
         ("its optimizer", r"SGD\.load_state_dict\(\) raised RuntimeError: this SGD loads nothing"),
         ("a shape", r"'1\.scale' of shape \(1,\), and this module has \(3,\)"),
         ("a name", r"'1\.scale' of shape \(1,\), and this module has none"),
@@ -341,6 +353,9 @@ def test_a_load_that_fails_changes_nothing(backend, shared_path, fault, message)
         first, *others = model.parameters()
         groups = [{"params": [first]}, {"params": others}]
         optimizer = mst.optimizer(torch.optim.SGD, groups, lr=0.1, momentum=0.9)
+    if fault == "its order":
+        parameters = [*model.parameters()][::-1]
+        optimizer = mst.optimizer(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
     if fault == "its optimizer":
         optimizer = mst.optimizer(NamedSGD, model, lr=0.1, momentum=0.9)
     step(model, optimizer)
