@@ -148,6 +148,8 @@ class BackwardPasses:
         gradients = self._gradients
         live = [part.tensor.grad is not None for part in self._parts]
         self._flags[:-1] = live
+        for part, is_live in zip(self._parts, live, strict=True):
+            part.has_assigned_gradient &= is_live  # else cleared by zero_grad()
         for place, part in enumerate(self._parts) if any(live) else ():
             gradient = part.tensor.grad
             if live[place] and plain(gradient).data_ptr() != self._view(part).data_ptr():

@@ -276,7 +276,8 @@ def _assigned_gradients(made: torch.optim.Optimizer) -> dict[str, str]:
     for part in made._mpishard_parts.values():
         if part.has_assigned_gradient:
             part.has_assigned_gradient = False
-            if not part.owner.shards_state and part.owner.backend.world_size > 1:
+            is_whole = not part.owner.shards_state and part.owner.backend.world_size > 1
+            if is_whole and part.tensor.grad is not None:
                 checksums[f"the gradient of {part.entry.name!r}"] = str(checksum(part.tensor.grad))
     return checksums
 

@@ -458,6 +458,7 @@ def test_a_rank_that_crashes_after_another_host_was_lost_is_not_blamed():
     # A rank that crashed first is the cause.
     late = dataclasses.replace(orphan, ended_at=3.0)
     assert dataclasses.replace(end, orphaned=[late]).judge().code == 139
+    assert dataclasses.replace(end, orphaned=[late], lost=lost).judge().code == 139
 
 
 def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():

@@ -425,6 +425,11 @@ def test_different_gradients_that_ranks_assign_are_refused_under_ddp(backend):
     nets.squared(model, x, y).backward()
     model[2].weight.grad = torch.ones_like(model[2].weight)
     optimizer.step()
+    if backend.rank == 0:  # which `zero_grad` clears on every rank
+        model[2].weight.grad = torch.zeros_like(model[2].weight)
+    optimizer.zero_grad()
+    nets.squared(model, x, y).backward()
+    optimizer.step()
     optimizer.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
     nets.squared(model, x, y).backward()

@@ -348,8 +348,8 @@ class Manifest:
             raise CheckpointError(f"its format is not {_FORMAT!r}")
         if document.get("version") not in _READ_VERSIONS:
             raise CheckpointError(
-                f"it has version {document.get('version')!r}; this mpishard reads "
-                f"versions {_READ_VERSIONS}, and a newer one may read it"
+                f"it has version {document.get('version')!r}; this mpishard reads versions "
+                f"{' and '.join(map(str, _READ_VERSIONS))}"
             )
         try:
             content = document["content"]

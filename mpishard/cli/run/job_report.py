@@ -205,10 +205,10 @@ class JobEnd:
         """
         if not self.launcher_may_break or first.exit_code != -signal.SIGSEGV:
             return False
-        if self.lost and first.host is None:
-            return True
         elsewhere = [process for process in orphaned if process.host is not first.host]
-        return bool(elsewhere) and elsewhere[0].ended_at < first.ended_at
+        if not elsewhere:  # the time at which a host was lost is not known
+            return bool(self.lost) and first.host is None
+        return elsewhere[0].ended_at < first.ended_at
 
     def _is_of_launcher(self, process: RankProcess) -> bool:
         """Return whether the launcher itself, on this machine, had started the rank."""
