@@ -43,10 +43,10 @@ class MemoryPlan:
     def __repr__(self) -> str:
         job = self.rows[0].job
         least = min(self.rows, key=lambda row: row.host.total)
+        hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
         return (
             f"{type(self).__name__}({self.model}, {self.parameter_count} parameters, {job.ranks} "
-            f"ranks on {job.hosts} hosts: {least.name} needs least, "
-            f"{gibibytes(least.host.total)} per host)"
+            f"ranks on {hosts}: {least.name} needs least, {gibibytes(least.host.total)} per host)"
         )
 
     @property
@@ -54,9 +54,15 @@ class MemoryPlan:
         """Model, ranks and batch in words."""
         job = self.rows[0].job
         hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
+        # A batch of a given size is divided among the data ranks of each row.
+        batch = (
+            f"{job.samples_of_rank} samples per data rank"
+            if job.batch_size is None
+            else f"batch of {job.batch_size}"
+        )
         return (
             f"{self.model} of {self.parameter_count} parameters on {job.ranks} ranks, {hosts}; "
-            f"{job.samples_of_rank} samples per rank"
+            f"{batch}"
             + (f"; {job.precision}" if job.precision else "")
         )
 
@@ -121,8 +127,8 @@ def plan_memory(
     Parameters
     ----------
     factory : callable or model
-        A model of `mpishard.nn`, a PyTorch module on the device "meta" in a `TorchModel`, a black
-        box; or a function that returns one, see `planned_model`.
+        A model of `mpishard.nn`, a PyTorch module on the device "meta", a black box; or a function
+        that returns one, see `planned_model`.
     ranks, hosts : int
         Numbers of ranks and of hosts.
     strategies : sequence of str, optional
@@ -135,7 +141,7 @@ def plan_memory(
     **choices
         Of `Job`: ``batch_size``, ``micro_batch_count``, ``schedule``, ``sequence_parallel``,
         ``precision``, ``checkpoint_config``, ``optimizer``, ``data_parallel_strategy``,
-        ``minimum_parameter_group_size``.
+        ``minimum_parameter_group_size``, ``order``.
 
     Returns
     -------
@@ -154,7 +160,7 @@ def plan_memory(
     >>> model = ms.nn.MLP([512, 512, 512], dtype="float32")
     >>> plan = ms.plan_memory(model, ranks=4, strategies=["ddp", "fsdp"], meshes=[])
     >>> plan
-    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 hosts: fsdp needs least, 0.0167 GiB per host)
+    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 host: fsdp needs least, 0.0167 GiB per host)
     >>> [(row.name, row.rank.optimizer_state) for row in plan.rows]
     [('ddp', 4202496), ('fsdp', 1050624)]
     """
