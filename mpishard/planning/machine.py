@@ -306,8 +306,8 @@ class Machine:
         """
         if self.network is None:
             raise MachineError(
-                'the machine file has no "network": measure it on two hosts, with as many ranks '
-                "as both will have, with `mpishard run --hosts a,b -n N -m mpishard bench machine`, "
+                'the machine file has no "network": measure it on two hosts, with all of their '
+                "ranks, N, with `mpishard run --hosts a,b -n N -m mpishard bench machine`, "
                 "or write its latency and bytes_per_second by hand"
             )
         return self.network

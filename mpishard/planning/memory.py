@@ -62,8 +62,7 @@ class MemoryPlan:
         )
         return (
             f"{self.model} of {self.parameter_count} parameters on {job.ranks} ranks, {hosts}; "
-            f"{batch}"
-            + (f"; {job.precision}" if job.precision else "")
+            f"{batch}" + (f"; {job.precision}" if job.precision else "")
         )
 
     def cells(self) -> Iterator[tuple[str, ...]]:

@@ -136,7 +136,8 @@ def plan_step(model: Callable[..., Any] | object, job: Job, machine: Machine) ->
     if not isinstance(model, ILayeredModel):
         raise UnplannableError(
             f"the step of a {type(model).__name__} cannot be planned, because it has no layers "
-            "whose products are known: time it with `mpishard.observe.time_chain`, or plan its memory"
+            "whose products are known: time it with `mpishard.observe.time_chain`, or plan its "
+            "memory"
         )
     return _Planner(model, job.with_options(), machine).plan()
 
@@ -245,8 +246,8 @@ class _Planner:
         data, count = job.sizes[2], job.micro_batch_count
         if job.samples < data * count:
             raise UnplannableError(
-                f"a batch of {job.samples} samples is too small for {data} data ranks with "
-                f"{count} micro-batches each: give at least {data * count} samples"
+                f"a batch of {job.samples} is too small for a data axis of {data} and {count} "
+                f"micro-batches of a rank: give at least {data * count} samples"
             )
         self._samples = -(-job.samples_of_rank // job.micro_batch_count)
         self._is_mesh = job.strategy not in DATA_POLICIES

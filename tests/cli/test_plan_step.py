@@ -96,7 +96,7 @@ def test_mesh_says_what_it_rejected(folder):
         (("step", "models.py:gpt", "-n", 4, "--machine", "models.py"), "is no JSON"),
         (("step", "models.py:gpt", "-n", 4, "--precision", "bfloat16"), "no products in bfloat16"),
         (("step", "models.py:gpt", "-n", 4, "--machine", "none.json"), "there is no machine file"),
-        (("step", "models.py:gpt", "-n", 4, "--batch", 2), "too small for 4 data ranks"),
+        (("step", "models.py:gpt", "-n", 4, "--batch", 2), "too small for a data axis of 4"),
         (("step", "models.py:gpt", "-n", 4, "--order", "data"), "order must name pipeline, tensor"),
         (("mesh", "models.py:gpt", "-n", 2, "--host-memory", "much"), "a size is a number"),
     ],

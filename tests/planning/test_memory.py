@@ -215,7 +215,7 @@ def test_a_system_that_does_not_reserve_addresses(monkeypatch: pytest.MonkeyPatc
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("mpishard.planning.reserved.mmap.mmap", refuse)
-    with pytest.raises(UnplannableError, match="does not reserve .* GiB of address space"):
+    with pytest.raises(UnplannableError, match=r"does not reserve .* GiB of address space"):
         plan_memory(mlp(), 4)
 
 

@@ -179,7 +179,9 @@ def test_refusals():
         plan_step(_BlackBox(), Job(2), MACHINE)
     with pytest.raises(UnplannableError, match="of 64 stages of the pipeline empty"):
         plan_step(mlp(), Job(64, 1, "hybrid", (64, 1, 1)), MACHINE)
-    with pytest.raises(UnplannableError, match="too small for 1 data ranks with 16 micro-batches"):
+    with pytest.raises(
+        UnplannableError, match="too small for a data axis of 1 and 16 micro-batches"
+    ):
         plan_step(mlp(), Job(2, 1, "pipeline", batch_size=8, micro_batch_count=16), MACHINE)
     with pytest.raises(MachineError, match="no products in float64, only in bfloat16, float32"):
         plan_step(ms.nn.MLP([8, 8], dtype="float64"), Job(2), MACHINE)
@@ -209,7 +211,7 @@ def test_mesh_is_the_fastest_that_fits():
     # One sample cannot be divided over two data ranks, but two stages can have it.
     single = plan_mesh(model, Job(2, 1, batch_size=1), MACHINE, 1 << 40)
     assert {each.step.job.sizes[2] for each in single.candidates} == {1}
-    assert dict(single.refused)["1x1x2"].startswith("a batch of 1 samples is too small")
+    assert dict(single.refused)["1x1x2"].startswith("a batch of 1 is too small")
 
 
 # --------------------------------------------------------------------------------- machine files

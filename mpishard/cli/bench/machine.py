@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.base import BFLOAT16, Array, DType, library
+from mpishard.base import BFLOAT16, Array, DType, available_memory, library
 from mpishard.cli.bench.step import alone, training_step
 from mpishard.cli.machine import describe_machine
 from mpishard.cli.tables import figures_table

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard.communication import AXES
 from mpishard.planning import UnplannableError
 
 RETURNS = "factory() or factory(seed) is a function that returns a model, or a tuple that begins so"
@@ -41,7 +42,7 @@ HostMemory = Annotated[
 MachineFile = Annotated[Path, typer.Option("--machine", help="File of `mpishard bench machine`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
 
-USUAL_ORDER = "pipeline,tensor,data"
+USUAL_ORDER = ",".join(AXES)
 
 
 def sizes_of_mesh(text: str) -> tuple[int, int, int]:
