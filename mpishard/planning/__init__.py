@@ -14,9 +14,9 @@ that a run asks. It imports models, optimizers, pipeline, nn, sharding, communic
 """
 
 from mpishard.planning.costs import works_of
-from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.jobs import RECOMPUTATION, Job, UnplannableError, planned_model
 from mpishard.planning.machine import Link, Machine, MachineError, PassRate, ProductRate
-from mpishard.planning.memory import COLUMNS, DATA_STRATEGIES, MemoryPlan, plan_memory
+from mpishard.planning.memory import DATA_STRATEGIES, MemoryPlan, plan_memory
 from mpishard.planning.mesh import Candidate, MeshPlan, plan_mesh
 from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of
 from mpishard.planning.step import PARTS, StepPlan, plan_step

@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from mpishard.contracts import ILayeredModel
-from mpishard.pipeline import ActivationCheckpointConfig
-from mpishard.planning.jobs import Job, UnplannableError
+from mpishard.planning.jobs import RECOMPUTATION, Job, UnplannableError
 from mpishard.planning.rank_memory import MemoryRow, memory_of
 
 _FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times the given hosts
-_RECOMPUTATION = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
 
 
 def gibibytes(nbytes: int) -> str:
@@ -43,7 +41,7 @@ def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str
     if not isinstance(model, ILayeredModel):
         return
     if job.checkpoint_config is None:
-        again = replace(job, checkpoint_config=_RECOMPUTATION).with_options()
+        again = replace(job, checkpoint_config=RECOMPUTATION).with_options()
         cost = (
             f" with recomputation, which costs {_cost_of_recomputation(model):.0%} more computing,"
         )
@@ -83,7 +81,7 @@ def _on(model: Any, job: Job, factor: int) -> MemoryRow | None:
 def _cost_of_recomputation(model: ILayeredModel) -> float:
     """Return the operations that are done again, as a part of those of a step without them."""
     infos = model.get_all_layer_info()
-    segments = _RECOMPUTATION.segments(infos, model.dtype.itemsize, keeps_last=True)
+    segments = RECOMPUTATION.segments(infos, model.dtype.itemsize, keeps_last=True)
     again = sum(infos[index].estimated_flops for segment in segments for index in segment)
     # Backward takes twice the operations of forward.
     return again / (3 * sum(info.estimated_flops for info in infos))

@@ -25,6 +25,9 @@ PLANNED_STRATEGIES = tuple(
 )
 """Strategies that can be planned."""
 
+RECOMPUTATION = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
+"""Activations that are computed again, in segments of about sqrt(layers) layers."""
+
 
 class UnplannableError(ValueError):
     """Raised if a run cannot be planned: its factory, its mesh, or a choice that does not fit."""
@@ -172,7 +175,7 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
     Raises
     ------
     UnplannableError
-        If it returns no model.
+        If it needs more arguments, or returns no model.
     """
     if _is_model(factory):
         return _without_arrays(factory)
@@ -185,8 +188,11 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
         for parameter in inspect.signature(factory).parameters.values()
         if parameter.default is parameter.empty and parameter.kind in _POSITIONAL
     ]
+    if len(required) > 1:
+        names = ", ".join(parameter.name for parameter in required)
+        raise UnplannableError(f"a factory takes no argument or a seed, and this one needs {names}")
     try:
-        given = factory(*[0] * min(1, len(required)))
+        given = factory(*[0] * len(required))
     except MemoryError as error:
         raise UnplannableError(f"the factory ran out of memory ({error}); {_EXPECTED}") from error
     model = given[0] if isinstance(given, tuple) and given else given

@@ -165,6 +165,8 @@ class Machine:
         as_amount("call_seconds", self.call_seconds)
         as_amount("unit_seconds", self.unit_seconds)
         as_amount("step_seconds", self.step_seconds)
+        if self.memory_bytes is not None:
+            as_count("memory_bytes", self.memory_bytes)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -175,10 +177,15 @@ class Machine:
         OSError
             If it cannot be read.
         MachineError
-            If it is no machine file, of another version, or lacks a value.
+            If there is none, it is no machine file, of another version, or lacks a value.
         """
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise MachineError(
+                f"there is no machine file {path}: `mpishard bench machine` writes machine.json; "
+                "docs/plan-time.md shows one that is written by hand"
+            ) from None
         except ValueError as error:
             raise MachineError(f"{path} is no JSON: {error}") from None
         kind = found.get("format") if isinstance(found, dict) else None
@@ -249,8 +256,9 @@ class Machine:
             if not measured:
                 have = ", ".join(sorted({p.precision for p in self.products}))
                 raise MachineError(
-                    f"the machine file has no products in {precision}, only in {have}: measure "
-                    "them with `mpishard bench machine`, or write a row for them"
+                    f"the machine file has no products in {precision}, only in {have}: `mpishard "
+                    "bench machine` measures float32, and bfloat16 if the processor has a unit for "
+                    'it; build the model with dtype="float32", or write rows of products by hand'
                 )
             spans = [
                 (min(logs), max(logs))
@@ -298,9 +306,9 @@ class Machine:
         """
         if self.network is None:
             raise MachineError(
-                'the machine file has no "network": measure it on two hosts with `mpishard run '
-                "--hosts a,b -n 2 -m mpishard bench machine`, or write its latency and "
-                "bytes_per_second by hand"
+                'the machine file has no "network": measure it on two hosts, with all of their '
+                "ranks, N, with `mpishard run --hosts a,b -n N -m mpishard bench machine`, "
+                "or write its latency and bytes_per_second by hand"
             )
         return self.network
 

@@ -43,10 +43,10 @@ class MemoryPlan:
     def __repr__(self) -> str:
         job = self.rows[0].job
         least = min(self.rows, key=lambda row: row.host.total)
+        hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
         return (
             f"{type(self).__name__}({self.model}, {self.parameter_count} parameters, {job.ranks} "
-            f"ranks on {job.hosts} host{'s' * (job.hosts > 1)}: {least.name} needs least, "
-            f"{gibibytes(least.host.total)} per host)"
+            f"ranks on {hosts}: {least.name} needs least, {gibibytes(least.host.total)} per host)"
         )
 
     @property
@@ -54,10 +54,15 @@ class MemoryPlan:
         """Model, ranks and batch in words."""
         job = self.rows[0].job
         hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
+        # A batch of a given size is divided among the data ranks of each row.
+        batch = (
+            f"{job.samples_of_rank} samples per data rank"
+            if job.batch_size is None
+            else f"batch of {job.batch_size}"
+        )
         return (
             f"{self.model} of {self.parameter_count} parameters on {job.ranks} ranks, {hosts}; "
-            f"{job.samples_of_rank} samples per rank"
-            + (f"; {job.precision}" if job.precision else "")
+            f"{batch}" + (f"; {job.precision}" if job.precision else "")
         )
 
     def cells(self) -> Iterator[tuple[str, ...]]:
@@ -121,8 +126,8 @@ def plan_memory(
     Parameters
     ----------
     factory : callable or model
-        A model of `mpishard.nn`, a PyTorch module on the device "meta" in a `TorchModel`, a black
-        box; or a function that returns one, see `planned_model`.
+        A model of `mpishard.nn`, a PyTorch module on the device "meta", a black box; or a function
+        that returns one, see `planned_model`.
     ranks, hosts : int
         Numbers of ranks and of hosts.
     strategies : sequence of str, optional
@@ -135,7 +140,7 @@ def plan_memory(
     **choices
         Of `Job`: ``batch_size``, ``micro_batch_count``, ``schedule``, ``sequence_parallel``,
         ``precision``, ``checkpoint_config``, ``optimizer``, ``data_parallel_strategy``,
-        ``minimum_parameter_group_size``.
+        ``minimum_parameter_group_size``, ``order``.
 
     Returns
     -------

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpishard.contracts import ILayeredModel
-from mpishard.pipeline import ActivationCheckpointConfig
-from mpishard.planning.jobs import Job, UnplannableError, planned_model
+from mpishard.planning.jobs import RECOMPUTATION, Job, UnplannableError, planned_model
 from mpishard.planning.machine import Machine
 from mpishard.planning.memory import DATA_STRATEGIES
 from mpishard.planning.rank_memory import memory_of
@@ -19,7 +18,6 @@ _SCHEDULES = ("1f1b", "zb-h1")
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _CERTAIN = 1.1  # another number of micro-batches may need a little less than the largest
-_AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def plan_mesh(
     Raises
     ------
     UnplannableError
-        If the model has no layers.
+        If the model has no layers, or no mesh is possible; with the reason of the first one.
     MachineError
         If the machine file lacks a speed that is needed.
     """
@@ -103,18 +101,19 @@ def plan_mesh(
         try:
             steps.append(plan_step(model, candidate, machine))
         except UnplannableError as error:
-            if candidate.sizes == (1, 1, job.ranks) and candidate.micro_batch_count == 1:
-                raise
             # Too many micro-batches for this batch say nothing about the mesh.
             if candidate.micro_batch_count == 1:
                 refused[words] = str(error)
+    if not steps:
+        raise UnplannableError(next(iter(refused.values())))
     steps.sort(key=lambda step: step.seconds)
     found: list[Candidate] = []
     chosen = None
     least: dict[object, int] = {}
+    jobs = [step.job for step in steps]
     for step in steps:
         if chosen is None:
-            nbytes = _bytes_needed(model, step.job, [s.job for s in steps], least, host_memory)
+            nbytes = _bytes_needed(model, step.job, jobs, least, host_memory)
             found.append(Candidate(step, nbytes, max(0, nbytes - host_memory)))
             chosen = found[-1] if nbytes <= host_memory else None
         else:
@@ -134,14 +133,15 @@ def _bytes_needed(
     def key(one: Job) -> object:
         return one.precision, one.sizes, one.strategy, one.data_parallel_strategy
 
-    if key(job) not in least:
-        like = [one for one in jobs if key(one) == key(job)]
+    wanted = key(job)
+    if wanted not in least:
+        like = [one for one in jobs if key(one) == wanted]
         most = max(one.micro_batch_count for one in like)
-        least[key(job)] = min(
+        least[wanted] = min(
             memory_of(model, one).host.total for one in like if one.micro_batch_count == most
         )
-    if least[key(job)] > _CERTAIN * limit:
-        return least[key(job)]
+    if least[wanted] > _CERTAIN * limit:
+        return least[wanted]
     return memory_of(model, job).host.total
 
 
@@ -157,7 +157,7 @@ def _jobs(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[Jo
         for pipeline, tensor in _meshes(job, layers):
             mesh = (pipeline, tensor, job.ranks // (pipeline * tensor))
             strategies = DATA_STRATEGIES if mesh[2] > 1 else ("ddp",)
-            for again in (None, _AGAIN):
+            for again in (None, RECOMPUTATION):
                 for strategy in strategies:
                     for count in _MICRO_BATCHES:
                         if pipeline * tensor * count == 1 and again is None:

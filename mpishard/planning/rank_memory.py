@@ -124,7 +124,7 @@ def memory_of(model: Any, job: Job) -> MemoryRow:
     UnplannableError
         If the model cannot be run in this way, with the reason that a run would give.
     """
-    size = job.ranks_per_host
+    job, size = job.with_options(), job.ranks_per_host
     try:
         if not _is_mesh(job):
             use = _memory_of_rank(model, job, 0)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpishard.base import HOST, Array, Device, DType
 from mpishard.observe import MemoryCategory, MemoryLedger
+from mpishard.planning.jobs import UnplannableError
 
 # Python has no name for Linux's flag before 3.13; other systems reserve nothing.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -29,7 +30,14 @@ class ReservedArray(np.memmap):
         nbytes = math.prod(dims) * dtype.itemsize
         # Without a reservation of swap space, so that the size may exceed that of all memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        memory = mmap.mmap(-1, max(1, nbytes), flags)
+        try:
+            memory = mmap.mmap(-1, max(1, nbytes), flags)
+        except OSError as error:
+            raise UnplannableError(
+                f"this system does not reserve {nbytes / 2**30:.3g} GiB of address space, which "
+                f"takes no memory ({error}): `ulimit -v` and vm.overcommit_memory=2 limit it; plan "
+                "on another machine, or with more ranks"
+            ) from None
         return np.ndarray.__new__(cls, dims, dtype, buffer=memory)
 
     _mmap = None

@@ -93,6 +93,8 @@ class StepPlan:
             "schedule": schedule_of(self.job).name if self.job.sizes[0] > 1 else None,
             "micro_batch_count": self.job.micro_batch_count,
             "precision": self.job.precision,
+            "recomputes": self.job.checkpoint_config is not None,
+            "order": list(self.job.order),
             "seconds": self.seconds,
             **{part: getattr(self, part) for part in PARTS},
             "samples_per_second": self.samples_per_second,
@@ -134,9 +136,10 @@ def plan_step(model: Callable[..., Any] | object, job: Job, machine: Machine) ->
     if not isinstance(model, ILayeredModel):
         raise UnplannableError(
             f"the step of a {type(model).__name__} cannot be planned, because it has no layers "
-            "whose products are known: measure it with `mpishard bench step`, or plan its memory"
+            "whose products are known: time it with `mpishard.observe.time_chain`, or plan its "
+            "memory"
         )
-    return _Planner(model, job, machine).plan()
+    return _Planner(model, job.with_options(), machine).plan()
 
 
 def data_strategy(job: Job) -> str:
@@ -240,11 +243,11 @@ class _Planner:
         itemsize = model.dtype.itemsize
         self._gradient_bytes = itemsize
         self._parameter_bytes = self._activation_bytes = 2 if self._mixed else itemsize
-        if job.samples_of_rank < job.micro_batch_count:
+        data, count = job.sizes[2], job.micro_batch_count
+        if job.samples < data * count:
             raise UnplannableError(
-                f"{job.samples_of_rank} samples of a rank cannot be cut into "
-                f"{job.micro_batch_count} micro-batches: give a batch of at least "
-                f"{job.micro_batch_count * job.sizes[2]} samples"
+                f"a batch of {job.samples} is too small for a data axis of {data} and {count} "
+                f"micro-batches of a rank: give at least {data * count} samples"
             )
         self._samples = -(-job.samples_of_rank // job.micro_batch_count)
         self._is_mesh = job.strategy not in DATA_POLICIES
@@ -254,7 +257,6 @@ class _Planner:
         self._pipeline_hosts = mesh.pipeline.nodes
         self._schedule = schedule_of(job)
         self._policy: Policy = DATA_POLICIES[data_strategy(job)]
-        self._sent = 0.0
 
     def plan(self) -> StepPlan:
         stages = self._stages()

@@ -1,6 +1,7 @@
 """``mpishard plan step`` and ``mesh``: tables, JSON, a picture, and refusals."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -55,12 +56,30 @@ def test_step_as_a_table_a_picture_and_json(folder):
         assert step["samples_per_second"] == pytest.approx(16 / step["seconds"])
 
 
+def test_rows_of_a_table_have_one_batch_and_the_given_order(folder):
+    order = ["pipeline", "data", "tensor"]
+    options = ("-n", 4, "--mesh", "1x2x2", "--order", ",".join(order), "--recompute")
+    ended = plan("step", "models.py:gpt", *options, "--json")
+    *plain, mesh = json.loads(ended.stdout)["steps"]
+    # 8 samples for each rank, and not only for the two data ranks of the mesh.
+    assert mesh["samples_per_second"] == pytest.approx(32 / mesh["seconds"])
+    assert mesh["order"] == order
+    assert mesh["recomputes"]
+    assert not plain[0]["recomputes"]
+    # A long name is folded, and the figures beside it are not.
+    options = ("-n", 4, "--mesh", "2x1x2", "-m", 4, "--schedule", "interleaved", "--recompute")
+    shown = plan("step", "models.py:gpt", *options).stdout.splitlines()
+    assert sum(bool(re.search(r"\d [mu]s .*\d%.* [\d,]+$", line)) for line in shown) == 5
+
+
 def test_mesh_says_what_it_rejected(folder):
     ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4, "--json")
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)["candidates"]
     assert found[0]["is_chosen"]
-    ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4, "--memory", "1KB")
+    ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4)
+    assert 'As a run: as_distributed(model, config, "' in ended.stdout
+    ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4, "--host-memory", "1KB")
     assert ended.exit_code == 1
     assert "more" in ended.stdout
     assert "Nothing fits" in ended.stdout
@@ -76,7 +95,10 @@ def test_mesh_says_what_it_rejected(folder):
         (("step", "models.py:gpt", "-n", 4, "--hosts", 2), 'has no "network"'),
         (("step", "models.py:gpt", "-n", 4, "--machine", "models.py"), "is no JSON"),
         (("step", "models.py:gpt", "-n", 4, "--precision", "bfloat16"), "no products in bfloat16"),
-        (("mesh", "models.py:gpt", "-n", 2, "--memory", "much"), "a size is a number"),
+        (("step", "models.py:gpt", "-n", 4, "--machine", "none.json"), "there is no machine file"),
+        (("step", "models.py:gpt", "-n", 4, "--batch", 2), "too small for a data axis of 4"),
+        (("step", "models.py:gpt", "-n", 4, "--order", "data"), "order must name pipeline, tensor"),
+        (("mesh", "models.py:gpt", "-n", 2, "--host-memory", "much"), "a size is a number"),
     ],
 )
 def test_refusals(folder, options, words):

@@ -195,6 +195,7 @@ def holding() -> Any:
     [
         (holding, {}, "this MLP has allocated its .* parameters; expected a model that has shapes"),
         (lambda: 3, {}, "returned a int, which is no model; expected a model"),
+        (lambda a, b: a, {}, "no argument or a seed, and this one needs a, b"),
         (3, {}, "expected a model, or a factory that returns one, got a int"),
         (gpt, {"hosts": 3}, "4 ranks on 3 hosts"),
         (gpt, {"meshes": [(3, 1, 1)]}, r"pipeline 3 x tensor 1 x data 1 = 3, and the world has 4"),
@@ -207,6 +208,15 @@ def holding() -> Any:
 def test_refuses_what_cannot_be_planned(factory: Any, choices: Any, message: str) -> None:
     with pytest.raises(UnplannableError, match=message):
         plan_memory(factory, **{"ranks": 4, **choices})
+
+
+def test_a_system_that_does_not_reserve_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mpishard.planning.reserved.mmap.mmap", refuse)
+    with pytest.raises(UnplannableError, match=r"does not reserve .* GiB of address space"):
+        plan_memory(mlp(), 4)
 
 
 def test_advice_says_what_fits() -> None:

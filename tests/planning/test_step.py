@@ -165,6 +165,13 @@ def test_recomputation_and_precision():
         for o in ({}, {"checkpoint_config": again}, {"precision": "bfloat16"})
     )
     assert rounded.computing < plain.computing < repeated.computing < 1.5 * plain.computing
+    # A strategy without meshes has it on a mesh with a data axis alone.
+    alone, twice = (
+        plan_step(gpt(), Job(2, 1, "zero2", batch_size=8, checkpoint_config=c), MACHINE)
+        for c in (None, again)
+    )
+    assert alone.computing < twice.computing
+    assert twice.job.sizes == (1, 1, 2)
 
 
 def test_refusals():
@@ -172,7 +179,9 @@ def test_refusals():
         plan_step(_BlackBox(), Job(2), MACHINE)
     with pytest.raises(UnplannableError, match="of 64 stages of the pipeline empty"):
         plan_step(mlp(), Job(64, 1, "hybrid", (64, 1, 1)), MACHINE)
-    with pytest.raises(UnplannableError, match="cannot be cut into 16 micro-batches"):
+    with pytest.raises(
+        UnplannableError, match="too small for a data axis of 1 and 16 micro-batches"
+    ):
         plan_step(mlp(), Job(2, 1, "pipeline", batch_size=8, micro_batch_count=16), MACHINE)
     with pytest.raises(MachineError, match="no products in float64, only in bfloat16, float32"):
         plan_step(ms.nn.MLP([8, 8], dtype="float64"), Job(2), MACHINE)
@@ -199,6 +208,10 @@ def test_mesh_is_the_fastest_that_fits():
     times = [each.step.seconds for each in tight.candidates]
     assert times == sorted(times)
     assert {each.step.job.samples for each in tight.candidates} == {4}
+    # One sample cannot be divided over two data ranks, but two stages can have it.
+    single = plan_mesh(model, Job(2, 1, batch_size=1), MACHINE, 1 << 40)
+    assert {each.step.job.sizes[2] for each in single.candidates} == {1}
+    assert dict(single.refused)["1x1x2"].startswith("a batch of 1 is too small")
 
 
 # --------------------------------------------------------------------------------- machine files
@@ -234,6 +247,7 @@ def test_rates_between_measured_shapes():
         ({"format": "other"}, 'expected "format": "mpishard machine", got \'other\''),
         ({"node": {"latency": 1}}, "bytes_per_second"),
         ({"products": []}, "at least one entry"),
+        ({"memory_bytes": "64GiB"}, "memory_bytes must be an integer"),
         ({"memory": [-1]}, "must be above 0 and finite, got -1"),
         ({"name": None, "ranks_per_node": 0}, "ranks_per_node must be 1 or more, got 0"),
     ],

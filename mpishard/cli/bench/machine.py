@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.base import BFLOAT16, Array, DType, library, memory_facts
+from mpishard.base import BFLOAT16, Array, DType, available_memory, library
 from mpishard.cli.bench.step import alone, training_step
 from mpishard.cli.machine import describe_machine
 from mpishard.cli.tables import figures_table
@@ -75,7 +75,7 @@ class MachineBenchmark:
             call,
             unit,
             step,
-            memory_facts().get("MemTotal"),
+            available_memory()[0],
         )
 
     def _seconds(

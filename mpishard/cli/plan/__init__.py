@@ -1,7 +1,8 @@
 """``mpishard plan``: the cost of a run, before it starts.
 
 ``schedule.py`` simulates pipeline schedules; ``memory.py`` prints the memory of each rank and host,
-``step.py`` the time of a step, and ``mesh.py`` the fastest mesh that fits a memory.
+``step.py`` the time of a step, and ``mesh.py`` the fastest mesh that fits a memory; ``options.py``
+has the options that these three share.
 The table below has the function of each command.
 """
 

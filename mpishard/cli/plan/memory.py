@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Literal
 
 import typer
 
 from mpishard.base import available_memory
 from mpishard.cli.factories import load_factory
+from mpishard.cli.plan.options import (
+    RETURNS,
+    USUAL_ORDER,
+    HostMemory,
+    Hosts,
+    Json,
+    Meshes,
+    Order,
+    Ranks,
+    Target,
+    sizes_of_mesh,
+)
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import choice, parse_bytes, refusing
 from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
-from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig
-from mpishard.planning import MemoryPlan, UnplannableError, plan_memory
+from mpishard.pipeline import SCHEDULE_NAMES
+from mpishard.planning import DATA_STRATEGIES, RECOMPUTATION, MemoryPlan, plan_memory
 
-RETURNS = "factory() or factory(seed) is a function that returns a model, or a tuple that begins so"
 _RULES: dict[str, Optimizer] = {
     "adamw": AdamW(),
     "adam": Adam(),
@@ -31,34 +41,21 @@ _HEADS = ("", "param.", "grad.", "state", "units", "activ.", "buffers", "rank", 
 
 
 def memory(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="FACTORY",
-            help="package.module:factory or file.py:factory, a function that returns a model.",
-        ),
-    ],
-    ranks: Annotated[
-        int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
-    ] = 8,
-    hosts: Annotated[
-        int, typer.Option(min=1, help="Number of hosts, with N / hosts ranks each.")
-    ] = 1,
-    mesh: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PxTxD",
-            help="A mesh, pipeline x tensor x data, as 4x2x8; may be repeated. Default: some.",
-        ),
-    ] = None,
+    target: Target,
+    ranks: Ranks,
+    hosts: Hosts = 1,
+    mesh: Meshes = None,
+    order: Order = USUAL_ORDER,
     data_strategy: Annotated[
-        str, choice("plan", ("ddp", "zero1", "zero2", "fsdp"), "Data axis of a mesh: {}.")
+        str, choice("plan", DATA_STRATEGIES, "Data axis of a mesh: {}.")
     ] = "zero1",
-    batch_size: Annotated[
+    batch: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of a step, of all ranks; default 8 per data rank."),
     ] = None,
-    micro_batches: Annotated[int, typer.Option("-m", min=1, help="Micro-batches of a rank.")] = 1,
+    micro_batches: Annotated[
+        int, typer.Option("-m", "--micro-batches", min=1, help="Micro-batches of a rank.")
+    ] = 1,
     schedule: Annotated[
         str, choice("plan", SCHEDULE_NAMES, "Schedule of a pipeline: {}.")
     ] = "gpipe",
@@ -72,22 +69,17 @@ def memory(
     sequence_parallel: Annotated[
         bool, typer.Option(help="Divide norms and dropout over the tensor axis, too.")
     ] = False,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory of a host, as 64GiB; default: of this machine."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON in place of the table.")
-    ] = False,
+    host_memory: HostMemory = None,
+    as_json: Json = False,
 ) -> None:
     """Print the memory of FACTORY's model per rank and host, without allocating it.
 
-    factory() or factory(seed) returns a model of mpishard.nn, a TorchModel of a module on the
-    device "meta", or a black box. One row for each strategy, and for meshes that fit.
+    factory() or factory(seed) returns a model of mpishard.nn, a PyTorch module on the device
+    "meta", or a black box. One row for each strategy, and for each --mesh, or for some meshes that
+    the model can have. Without --host-memory the advice is for the memory of this machine.
     """
     with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         limit = available_memory()[0] if host_memory is None else parse_bytes(host_memory)
-        config = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
         plan = plan_memory(
             load_factory(target, RETURNS),
             ranks,
@@ -95,27 +87,19 @@ def memory(
             meshes=None if mesh is None else [sizes_of_mesh(text) for text in mesh],
             host_memory=limit,
             data_parallel_strategy=data_strategy,
-            batch_size=batch_size,
+            batch_size=batch,
             micro_batch_count=micro_batches,
             schedule=schedule,
             precision=precision,
             optimizer=_RULES[optimizer],
-            checkpoint_config=config if recompute else None,
+            checkpoint_config=RECOMPUTATION if recompute else None,
             sequence_parallel=sequence_parallel,
+            order=tuple(order.split(",")),
         )
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
         return
     _show(plan)
-
-
-def sizes_of_mesh(text: str) -> tuple[int, int, int]:
-    """Return the sizes that ``4x2x8`` names: pipeline, tensor, data."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if found is None:
-        raise UnplannableError(f"--mesh is pipeline x tensor x data, as 4x2x8, got {text!r}")
-    pipeline, tensor, data = map(int, found.groups())
-    return pipeline, tensor, data
 
 
 def _show(plan: MemoryPlan) -> None:

@@ -10,8 +10,16 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.factories import load_factory
-from mpishard.cli.plan.memory import RETURNS
-from mpishard.cli.plan.step import Batch, Hosts, Json, MachineFile, Ranks, Target, name_of
+from mpishard.cli.plan.options import (
+    RETURNS,
+    HostMemory,
+    Hosts,
+    Json,
+    MachineFile,
+    Ranks,
+    Target,
+)
+from mpishard.cli.plan.step import Batch, name_of
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, choice, counted, milliseconds, parse_bytes, refusing
 from mpishard.planning import Job, Machine, MeshPlan, plan_mesh, planned_model
@@ -24,34 +32,31 @@ def mesh(
     ranks: Ranks,
     hosts: Hosts = 1,
     machine: MachineFile = Path("machine.json"),
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory", show_default=False, help="Of a host, as 64GiB; default: the machine file's."
-        ),
-    ] = None,
-    batch: Batch = 0,
+    host_memory: HostMemory = None,
+    batch: Batch = None,
     precision: Annotated[
         list[str] | None,
         choice("plan", ("float32", "bfloat16"), "One of {}; may be repeated. Default: float32."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Propose mesh, strategy, schedule, micro-batches and recomputation for TARGET's model."""
-    with refusing("plan"):
+    """Propose mesh, strategy, schedule, micro-batches and recomputation for FACTORY's model.
+
+    Without --host-memory it is the memory in the machine file.
+    """
+    with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         speeds = Machine.load(machine)
-        limit = speeds.memory_bytes if memory is None else parse_bytes(memory)
+        limit = speeds.memory_bytes if host_memory is None else parse_bytes(host_memory)
         if limit is None:
-            raise ValueError(f'{machine} has no "memory_bytes": give --memory, such as 64GiB')
+            raise ValueError(f'{machine} has no "memory_bytes": give --host-memory, such as 64GiB')
         model = planned_model(load_factory(target, RETURNS))
-        job = Job(ranks, hosts, batch_size=batch or None)
+        job = Job(ranks, hosts, batch_size=batch)
         kinds = [None if name == "float32" else name for name in precision or ["float32"]]
         found = plan_mesh(model, job, speeds, limit, precisions=kinds)
     if as_json:
         rows = [
             {
                 **each.step.as_dict(),
-                "recomputes": each.step.job.checkpoint_config is not None,
                 "host_bytes": each.host_bytes,
                 "missing_bytes": each.missing,
                 "is_chosen": each is found.chosen,
@@ -65,8 +70,21 @@ def mesh(
         show(_table(found, job, limit))
         for sizes, reason in found.refused:
             typer.echo(f"{sizes} is not possible: {reason}")
+        if found.chosen is not None:
+            typer.echo(f"As a run: {_call(found.chosen.step.job)}")
     if found.chosen is None:
         raise typer.Exit(1)
+
+
+def _call(job: Job) -> str:
+    """Return the call in a program that makes the run of ``job``."""
+    options = {name: repr(value) for name, value in job.options.items() if value}
+    if job.checkpoint_config is not None:  # its own text names the defaults, too
+        every = job.checkpoint_config.checkpoint_every_n_layers
+        text = f"ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers={every!r})"
+        options["checkpoint_config"] = text
+    words = "".join(f", {name}={text}" for name, text in options.items())
+    return f'as_distributed(model, config, "{job.strategy}"{words})'
 
 
 def _table(found: MeshPlan, job: Job, limit: int) -> Table:
@@ -75,6 +93,7 @@ def _table(found: MeshPlan, job: Job, limit: int) -> Table:
         f"memory each; {counted(len(found.candidates), 'way')} to train"
     )
     table = figures_table(title, ("strategy", "step", "host", ""), ("strategy", ""))
+    table.columns[0].no_wrap = False  # a long name is folded, and not the figures beside it
     chosen = found.chosen
     best = 0 if chosen is None else found.candidates.index(chosen)
     # The rejected ones that would be faster, the choice, and a few that are slower.

@@ -11,16 +11,28 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from mpishard.cli.factories import TargetError, load_factory
+from mpishard.cli.factories import load_factory
 from mpishard.cli.outputs import check_png
-from mpishard.cli.plan.memory import RETURNS, sizes_of_mesh
+from mpishard.cli.plan.options import (
+    RETURNS,
+    USUAL_ORDER,
+    Hosts,
+    Json,
+    MachineFile,
+    Meshes,
+    Order,
+    Ranks,
+    Target,
+    sizes_of_mesh,
+)
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import choice, counted, milliseconds, refusing, say
 from mpishard.observe import PALETTE, new_figure, plain_axes, save
-from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig
+from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.planning import (
     DATA_STRATEGIES,
     PARTS,
+    RECOMPUTATION,
     Job,
     Machine,
     StepPlan,
@@ -29,19 +41,11 @@ from mpishard.planning import (
 )
 
 _HEADS = ("comp.", "mess.", "bubble", "wait", "update")  # of PARTS; 80 columns hold no more
-_AGAIN = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
 
-Target = Annotated[str, typer.Argument(help="package.module:factory or file.py:factory.")]
-Ranks = Annotated[int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")]
-Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts, with equally many ranks each.")]
-MachineFile = Annotated[Path, typer.Option("--machine", help="File of `mpishard bench machine`.")]
 Batch = Annotated[
-    int,
-    typer.Option(
-        min=0, show_default=False, help="Samples of a step; default 8 for each data rank."
-    ),
+    int | None,
+    typer.Option(min=1, help="Samples of a step, of all ranks; default 8 per rank."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
 
 
 def step(
@@ -53,17 +57,15 @@ def step(
         list[str] | None,
         choice("plan", DATA_STRATEGIES, "One of {}; may be repeated. Default: all."),
     ] = None,
-    mesh: Annotated[
+    mesh: Meshes = None,
+    order: Order = USUAL_ORDER,
+    schedule: Annotated[
         list[str] | None,
-        typer.Option(
-            show_default=False,
-            help="Also a mesh, pipeline x tensor x data, as 2x1x4; may be repeated.",
+        choice(
+            "plan", SCHEDULE_NAMES, "Of a pipeline: one of {}; may be repeated. Default: gpipe."
         ),
     ] = None,
-    schedule: Annotated[
-        list[str] | None, choice("plan", SCHEDULE_NAMES, "Of a pipeline: one of {}.")
-    ] = None,
-    batch: Batch = 0,
+    batch: Batch = None,
     micro_batches: Annotated[
         list[int] | None,
         typer.Option("-m", "--micro-batches", min=1, help="Of meshes; may be repeated."),
@@ -77,20 +79,21 @@ def step(
     output: Annotated[Path | None, typer.Option(help="Draw bars to this file, a .png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan the time of a step of TARGET's model for each strategy and mesh, without a run."""
+    """Plan the time of a step of FACTORY's model for each strategy and mesh, without a run."""
     check_png("plan", "--output", output)
-    with refusing("plan", errors=(TargetError, OSError, ValueError)):
+    with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         speeds = Machine.load(machine)
         model = planned_model(load_factory(target, RETURNS))
         job = Job(
             ranks,
             hosts,
-            batch_size=batch or None,
+            # One batch for all rows, because a mesh with fewer data ranks would do less work.
+            batch_size=batch or 8 * ranks,
             precision=None if precision == "float32" else precision,
+            order=tuple(order.split(",")),
         )
         jobs = [replace(job, strategy=name) for name in strategy or DATA_STRATEGIES]
         meshes = [sizes_of_mesh(text) for text in mesh or ()]
-        again = _AGAIN if recompute else None
         on_mesh = [
             replace(
                 job,
@@ -98,11 +101,11 @@ def step(
                 mesh=sizes,
                 micro_batch_count=count,
                 schedule=name,
-                checkpoint_config=again,
+                checkpoint_config=RECOMPUTATION if recompute else None,
             )
             for sizes in meshes
             for count in micro_batches or [1]
-            for name in (schedule or ["1f1b"] if sizes[0] > 1 else [None])
+            for name in (schedule or ["gpipe"] if sizes[0] > 1 else [None])
         ]
         plans = [plan_step(model, each, speeds) for each in (*jobs, *on_mesh)]
     if output is not None:
@@ -134,7 +137,7 @@ def name_of(job: Job) -> str:
     if job.sizes[2] > 1:
         words += f" {job.data_parallel_strategy}"
     if job.checkpoint_config is not None:
-        words += " again"
+        words += " recompute"
     return words if job.precision is None else f"{words} {job.precision}"
 
 
@@ -147,6 +150,7 @@ def table(plans: Sequence[StepPlan], target: str, machine: Machine, tokens: int)
     )
     columns = ("strategy", "step", *_HEADS, "tokens/s" if tokens > 1 else "samples/s")
     found = figures_table(title, columns, ("strategy",), gap=1)
+    found.columns[0].no_wrap = False  # a long name is folded, and not the figures beside it
     best = min(plan.seconds for plan in plans)
     for plan in plans:
         mark = " *" if plan.seconds == best else ""
