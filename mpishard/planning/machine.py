@@ -257,8 +257,8 @@ class Machine:
                 have = ", ".join(sorted({p.precision for p in self.products}))
                 raise MachineError(
                     f"the machine file has no products in {precision}, only in {have}: `mpishard "
-                    "bench machine` measures float32, and bfloat16 if the processor has a unit for "
-                    'it; build the model with dtype="float32", or write rows of products by hand'
+                    "bench machine` measures float32, float64, and bfloat16 if the processor has a "
+                    "unit for it; measure again, or write rows of products by hand"
                 )
             spans = [
                 (min(logs), max(logs))

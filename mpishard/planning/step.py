@@ -413,11 +413,12 @@ class _Planner:
     def _add_loss(self, stage: _Stage, shape: tuple[int, ...], split: int) -> None:
         loss = getattr(self._model, "default_loss_function", None)
         elements = self._samples * math.prod(shape) / split
-        rate = self._machine.pass_rate(type(loss).__name__, "float32")
+        rate = self._machine.pass_rate(type(loss).__name__, str(self._model.dtype))
         if rate is not None:
             seconds = (rate.forward + rate.backward) * elements
         else:
-            seconds = self._machine.memory_seconds(6 * 4 * elements, self._job.ranks_per_host)
+            nbytes = 6 * self._gradient_bytes * elements
+            seconds = self._machine.memory_seconds(nbytes, self._job.ranks_per_host)
         stage.units[-1].forward += seconds
 
     def _add_recomputing(

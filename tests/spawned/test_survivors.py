@@ -163,7 +163,7 @@ def test_a_loss_while_nccl_moves_data():
         3, "sums_by_nccl", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))
     )
     assert code == 0, error
-    assert out.count("lost 1, aborted 1, NCCLCommunicationBackend: 2.0") == 2, (out, error)
+    assert out.count("lost 1, aborted 1, NCCLCommunicationBackend: 2.0") == 2, f"{out}\n{error}"
 
 
 @only_full

@@ -153,7 +153,7 @@ class MachineBenchmark:
                 max(0.0, forward) / work.elements,
                 max(0.0, backward) / work.elements,
             )
-        if precision == "float32":
+        if precision != "bfloat16":  # a loss is computed in the dtype of the parameters
             for loss in (nn.CrossEntropy(), nn.MSE()):
                 x = np.ones((_ROWS, _WIDTH), dtype)
                 y = np.zeros(_ROWS, np.int64) if isinstance(loss, nn.CrossEntropy) else x.copy()
@@ -172,7 +172,7 @@ class MachineBenchmark:
         generator = np.random.default_rng(0)
         if isinstance(layer, nn.Linear):  # the passes over the output and its gradient alone
             y = generator.standard_normal((shape[0], *output)).astype(dtype)
-            total, bias = np.zeros(output, np.float32), np.ones(output, dtype)
+            total, bias = np.zeros(output, _of_gradients(dtype)), np.ones(output, dtype)
             return (
                 self._seconds(backend, lambda: nn.added(y, bias, out=y)),
                 self._seconds(backend, lambda: nn.add_column_sums(total, y.reshape(-1, *output))),
@@ -185,7 +185,7 @@ class MachineBenchmark:
             name: spec.initializer(generator, spec.shape).astype(dtype)
             for name, spec in layer.walk_parameters()
         }
-        g = {name: np.zeros(array.shape, np.float32) for name, array in p.items()}
+        g = {name: np.zeros(array.shape, _of_gradients(dtype)) for name, array in p.items()}
         dy = generator.standard_normal((shape[0], *output)).astype(dtype)
         state: dict[str, Any] = {}
 
@@ -337,7 +337,8 @@ def _cold(shape: tuple[int, int], dtype: DType) -> Array:
 
 def _precisions() -> tuple[str, ...]:
     # Without the processor's unit bfloat16 is computed as float32, and nobody plans it.
-    return ("float32",) if library() is None else ("float32", "bfloat16")
+    own = "float32", "float64"
+    return own if library() is None else (*own, "bfloat16")
 
 
 def _dtype(precision: str) -> DType:
@@ -358,3 +359,8 @@ def _layers() -> Iterator[tuple[nn.Layer, tuple[int, ...], int]]:
         yield attention, (_TIME, 3 * _HEADS * 32), _ROWS * _WIDTH // (_TIME * _HEADS * 32)
     yield nn.Conv2D(16, 16, 3), (16, 32, 32), 16
     yield nn.MaxPool2D(2), (16, 32, 32), 16
+
+
+def _of_gradients(dtype: DType) -> DType:
+    """Return the dtype of the gradients of parameters of ``dtype``."""
+    return _ELEMENT if dtype == BFLOAT16 else dtype
