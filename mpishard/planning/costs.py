@@ -25,7 +25,7 @@ from mpishard.tensor import (
     VocabularyParallelEmbedding,
 )
 
-__all__ = ["Product", "Sent", "Work", "works_of"]
+__all__ = ["LayerWork", "Product", "Sent", "works_of"]
 
 Shape = tuple[int, ...]
 
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LayerWork:
     """Work of a leaf layer for one batch.
 
     Parameters
@@ -81,7 +81,7 @@ class Work:
     sent_backward: tuple[Sent, ...] = ()
 
 
-def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shape]:
+def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[LayerWork], Shape]:
     """Return the work of a layer's leaves, and the shape of a sample's output.
 
     Parameters
@@ -94,7 +94,7 @@ def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shap
         Samples of the batch.
     """
     if isinstance(layer, Sequential):
-        works: list[Work] = []
+        works: list[LayerWork] = []
         for child in layer.children.values():
             found, shape = works_of(child, shape, samples)
             works += found
@@ -105,7 +105,7 @@ def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shap
             found, output = works_of(child, output, samples)
             works += found
         size = samples * math.prod(output)
-        return [*works, Work("Residual", size, 3 * size)], output
+        return [*works, LayerWork("Residual", size, 3 * size)], output
     parts = [getattr(layer, name, None) for name in ("before", "layer", "after")]
     if isinstance(parts[1], Layer):  # `Framed`: operators around a layer
         works = []
@@ -117,7 +117,7 @@ def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shap
     return _leaf(layer, shape, samples)
 
 
-def _leaf(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shape]:
+def _leaf(layer: Layer, shape: Shape, samples: int) -> tuple[list[LayerWork], Shape]:
     output = layer.output_shape(shape)
     incoming, outgoing = samples * math.prod(shape), samples * math.prod(output)
     if isinstance(layer, Attention):
@@ -133,44 +133,44 @@ def _leaf(layer: Layer, shape: Shape, samples: int) -> tuple[list[Work], Shape]:
     elif isinstance(layer, TensorParallelLayer):
         works = [_on_tensor_axis(layer, shape, samples, incoming, outgoing)]
     else:
-        works = [Work(type(layer).__name__, outgoing, incoming + outgoing)]
+        works = [LayerWork(type(layer).__name__, outgoing, incoming + outgoing)]
     return works, output
 
 
 def _on_tensor_axis(
     layer: TensorParallelLayer, shape: Shape, samples: int, incoming: int, outgoing: int
-) -> Work:
+) -> LayerWork:
     """Return the work of a layer that is no product, and is split or joins what is split."""
     match layer:
         case VocabularyParallelEmbedding(sequence_parallel=True):
             whole = samples * math.prod(shape) * layer.width
             sent = (Sent(1, whole),)
-            return Work("Embedding", whole, 2 * whole, sent_forward=sent, sent_backward=sent)
+            return LayerWork("Embedding", whole, 2 * whole, sent_forward=sent, sent_backward=sent)
         case VocabularyParallelEmbedding():
-            return Work("Embedding", outgoing, 2 * outgoing, sent_forward=(Sent(2, outgoing),))
+            return LayerWork("Embedding", outgoing, 2 * outgoing, sent_forward=(Sent(2, outgoing),))
         case CopyToRegion():
-            return Work("", 0, 0, sent_backward=(Sent(2, incoming),))
+            return LayerWork("", 0, 0, sent_backward=(Sent(2, incoming),))
         case ReduceFromRegion():
-            return Work("", 0, 0, sent_forward=(Sent(2, incoming),))
+            return LayerWork("", 0, 0, sent_forward=(Sent(2, incoming),))
         case GatherOutput() | GatherSequence():
-            return Work("", 0, outgoing, sent_forward=(Sent(1, outgoing),))
+            return LayerWork("", 0, outgoing, sent_forward=(Sent(1, outgoing),))
         case ScatterSequence():
-            return Work("", 0, outgoing, sent_backward=(Sent(1, incoming),))
+            return LayerWork("", 0, outgoing, sent_backward=(Sent(1, incoming),))
     # A split layer computes as the whole one does; the gradients of its parameters are summed.
     name = type(getattr(layer, "whole", layer)).__name__
     sums: tuple[Sent, ...] = ()
     if isinstance(layer, SequenceParallelNorm | SequenceParallelPositionalEmbedding):
         count = sum(math.prod(spec.shape) for spec in layer.whole_parameters.values())
         sums = (Sent(2 if isinstance(layer, SequenceParallelNorm) else 1, count),)
-    return Work(name, outgoing, incoming + outgoing, sent_backward=sums)
+    return LayerWork(name, outgoing, incoming + outgoing, sent_backward=sums)
 
 
-def _convolution(layer: Conv2D, output: Shape, samples: int, arrays: int) -> Work:
+def _convolution(layer: Conv2D, output: Shape, samples: int, arrays: int) -> LayerWork:
     """The product makes the outputs at a position from a window of the input, a column."""
     positions = math.prod(output) // layer.outputs
     window = math.prod(layer.parameters["weight"].shape[1:])
     columns = samples * positions * window
-    return Work(
+    return LayerWork(
         "Conv2D",
         columns,
         arrays + columns,
@@ -180,10 +180,10 @@ def _convolution(layer: Conv2D, output: Shape, samples: int, arrays: int) -> Wor
     )
 
 
-def _linear(layer: object, shape: Shape, samples: int, inputs: int, outputs: int) -> Work:
+def _linear(layer: object, shape: Shape, samples: int, inputs: int, outputs: int) -> LayerWork:
     rows = samples * math.prod(shape[:-1])
     has_bias = bool(getattr(layer, "bias", False))
-    return Work(
+    return LayerWork(
         "Linear" if has_bias else "",
         rows * outputs if has_bias else 0,
         0,
@@ -193,7 +193,9 @@ def _linear(layer: object, shape: Shape, samples: int, inputs: int, outputs: int
     )
 
 
-def _column(layer: ColumnParallelLinear, shape: Shape, output: Shape, samples: int) -> list[Work]:
+def _column(
+    layer: ColumnParallelLinear, shape: Shape, output: Shape, samples: int
+) -> list[LayerWork]:
     ranks = layer.backend.world_size
     whole = shape
     if layer.sequence_parallel:
@@ -209,7 +211,7 @@ def _column(layer: ColumnParallelLinear, shape: Shape, output: Shape, samples: i
     return [_sending(base, forward, backward), *_activation(layer, output, samples)]
 
 
-def _row(layer: RowParallelLinear, shape: Shape, output: Shape, samples: int) -> list[Work]:
+def _row(layer: RowParallelLinear, shape: Shape, output: Shape, samples: int) -> list[LayerWork]:
     base = _linear(layer, shape, samples, layer.local_input_size, layer.output_size)
     size = samples * math.prod((*shape[:-1], layer.output_size))
     if layer.sequence_parallel:
@@ -219,19 +221,19 @@ def _row(layer: RowParallelLinear, shape: Shape, output: Shape, samples: int) ->
     return [sent, *_activation(layer, output, samples)]
 
 
-def _sending(work: Work, forward: tuple[Sent, ...], backward: tuple[Sent, ...]) -> Work:
+def _sending(work: LayerWork, forward: tuple[Sent, ...], backward: tuple[Sent, ...]) -> LayerWork:
     return replace(work, sent_forward=forward, sent_backward=backward)
 
 
 def _activation(
     layer: ColumnParallelLinear | RowParallelLinear, output: Shape, samples: int
-) -> list[Work]:
+) -> list[LayerWork]:
     if layer.activation is None:
         return []
     return works_of(layer.activation, output, samples)[0]
 
 
-def _attention(layer: Attention, shape: Shape, samples: int, arrays: float) -> Work:
+def _attention(layer: Attention, shape: Shape, samples: int, arrays: float) -> LayerWork:
     length, width = layer.output_shape(shape)
     size = width // layer.heads
     # Causal scores are made in blocks of queries, with all keys up to the last query's.
@@ -240,7 +242,7 @@ def _attention(layer: Attention, shape: Shape, samples: int, arrays: float) -> W
     one = Product(length, length, size, matrices)
     # Forward has scores and output; backward makes the scores again, and has a product for the
     # gradient of scores, queries, keys and values.
-    return Work(
+    return LayerWork(
         type(layer).__name__,
         samples * layer.heads * pairs,
         arrays + 4 * samples * layer.heads * pairs,

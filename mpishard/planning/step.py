@@ -32,7 +32,7 @@ from mpishard.pipeline import (
     run_clock,
 )
 from mpishard.planning.backend import PlannedBackend, PlannedMesh
-from mpishard.planning.costs import Work, works_of
+from mpishard.planning.costs import LayerWork, works_of
 from mpishard.planning.jobs import Job, UnplannableError, planned_model
 from mpishard.planning.machine import Link, Machine
 from mpishard.planning.rank_memory import check_heads, mesh_options_of
@@ -306,7 +306,7 @@ class _Planner:
         if not self._is_mesh:
             local = whole_layers(model, minimum)
             kept = local.reused | {local.units[-1].index}
-            only, _ = self._stage(local, range(len(local.layers)), kept, shape)
+            only, _ = self._stage(local, range(len(local.layers)), kept, shape, is_first=True)
             self._add_loss(only, infos[-1].output_shape, 1)
             return [only]
         choices = self._choices()
@@ -325,7 +325,7 @@ class _Planner:
             if job.micro_batch_count == len(layout.ranges) == 1 and layout.layers.units:
                 kept |= {layout.layers.units[-1].index}
             layers = range(*layout.ranges[virtual])
-            stage, shape = self._stage(layout.layers, layers, kept, shape)
+            stage, shape = self._stage(layout.layers, layers, kept, shape, is_first=number == 0)
             stage.rank = rank
             order = self._schedule.get_schedule(rank, job.sizes[0], job.micro_batch_count)
             own = infos[slice(*choices.stages[number])]
@@ -363,10 +363,11 @@ class _Planner:
         layers: range,
         kept: frozenset[int],
         shape: tuple[int, ...],
+        *,
+        is_first: bool,
     ) -> tuple[_Stage, tuple[int, ...]]:
         units: dict[int, _UnitTimes] = {}
         current: _UnitTimes | None = None
-        waiting: list[Work] = []
         for index in layers:
             works, shape = works_of(local.layers[index].layer, shape, self._samples)
             for unit in local.units_of(index):
@@ -375,14 +376,15 @@ class _Planner:
                 current = units[unit.index]
             if current is None:  # layers before the first parameters
                 current = units.setdefault(-1, _UnitTimes(0, is_kept=True))
-            for work in works:
-                self._add(current, work, is_first=index == 0 and not waiting)
+            for place, work in enumerate(works):
+                # The model's first products need no gradient of the samples.
+                self._add(current, work, is_first=is_first and index == place == 0)
         if not units:
             units[-1] = _UnitTimes(0, is_kept=True)
         size = self._samples * math.prod(shape) * self._activation_bytes
         return _Stage(list(units.values()), size), shape
 
-    def _add(self, unit: _UnitTimes, work: Work, *, is_first: bool) -> None:
+    def _add(self, unit: _UnitTimes, work: LayerWork, *, is_first: bool) -> None:
         machine, precision = self._machine, self._precision
         rate = machine.pass_rate(work.name, precision) if work.elements else None
         if rate is not None:

@@ -272,3 +272,13 @@ def test_missing_names_and_text(tmp_path):
     path.write_text(json.dumps(found))
     with pytest.raises(MachineError, match="lacks 'memory'"):
         Machine.load(path)
+
+
+def test_the_first_layer_of_a_later_stage_makes_a_gradient_of_its_input():
+    layers = ms.nn.Sequential(ms.nn.Linear(4096, 4096), ms.nn.Linear(4096, 4096))
+    model = ms.nn.Model(layers, ms.nn.MSE(), input_shape=(4096,), dtype="float32")
+    whole, halves = (
+        plan_step(model, Job(ranks, strategy=strategy, batch_size=64), MACHINE)
+        for ranks, strategy in ((1, "ddp"), (2, "pipeline"))
+    )
+    assert 2 * halves.computing == pytest.approx(whole.computing, rel=0.05)
