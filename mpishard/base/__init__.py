@@ -106,7 +106,7 @@ if TYPE_CHECKING:
         StructureOnlyError,
     )
     from mpishard.base.kernels import Kernel
-    from mpishard.base.layout import LeafLayout, ShardLayout, even_sizes
+    from mpishard.base.layout import LeafLayout, ShardLayout, even_sizes, even_slice
     from mpishard.base.logs import set_up_logging
     from mpishard.base.memory import (
         CGROUPS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpishard.base.arguments import as_count, as_integer
 
-__all__ = ["LeafLayout", "ShardLayout", "even_sizes"]
+__all__ = ["LeafLayout", "ShardLayout", "even_sizes", "even_slice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,12 @@ class ShardLayout:
 def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
     """Return `ShardLayout.sizes` from a cache, because each training step uses the same sizes."""
     return ShardLayout(length, world_size).sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def even_slice(length: int, world_size: int, rank: int) -> slice:
+    """Return `ShardLayout.slice` from a cache, as `even_sizes`."""
+    return ShardLayout(length, world_size).slice(rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpishard.base import Array, ShardLayout, address, array_namespace
+from mpishard.base import Array, address, array_namespace, even_slice
 from mpishard.communication.contract.call import (
     Call,
     CollectiveKind,
@@ -106,12 +106,11 @@ class Arena:
         if not self._number:
             return backend.reduce_scatter_async(mine, out=out, subject=subject)
         self._require_own_vectors("reduce_into")
-        own = mine[self._piece_of(mine)]
+        own = self._piece_of(mine)
         wide = accumulation_dtype(mine.dtype)
         check_out(out, own.shape, wide if out.dtype == wide else mine.dtype, "reduce_into")
         arrays = self._views(part)
-        if not _is_same(out, own):
-            _refuse_overlap("reduce_into: out", out, arrays)
+        _refuse_overlap("reduce_into: out", out, own, arrays)
         # As for messages; a backend that reads in place counts anew.
         sends = {"reduce_scatter": mine.nbytes - own.nbytes}
         call = self._describe(CollectiveKind.REDUCE_INTO, mine, part, subject, sends)
@@ -147,7 +146,7 @@ class Arena:
         backend, mine = self._backend, self.mine[part]
         if not self._number:
             return backend.all_gather_async(piece, out=mine, subject=subject)
-        own = mine[self._piece_of(mine)]
+        own = self._piece_of(mine)
         check_array(piece, "gather_in_place")
         if piece.shape != own.shape or piece.dtype != own.dtype:
             raise ValueError(
@@ -155,8 +154,7 @@ class Arena:
                 f"{own.dtype.name}, got {piece.shape} and {piece.dtype.name}"
             )
         arrays = self._views(part)
-        if not _is_same(piece, own):
-            _refuse_overlap("gather_in_place: the piece", piece, arrays)
+        _refuse_overlap("gather_in_place: the piece", piece, own, arrays)
         sends = {"all_gather": piece.nbytes * (backend.world_size - 1)}
         call = self._describe(CollectiveKind.GATHER_IN_PLACE, mine, part, subject, sends)
         steps = backend._steps_gather_in_place
@@ -169,9 +167,9 @@ class Arena:
         """
         return self._backend.barrier_async(subject=subject)
 
-    def _piece_of(self, mine: Array) -> slice:
-        """Return the indices of this rank's piece in its part ``mine``."""
-        return ShardLayout(int(mine.size), self._backend.world_size).slice(self._backend.rank)
+    def _piece_of(self, mine: Array) -> Array:
+        """Return this rank's piece of its part ``mine``."""
+        return mine[even_slice(mine.size, self._backend.world_size, self._backend.rank)]
 
     def _views(self, part: slice) -> dict[int, Array]:
         return {rank: vector[part] for rank, vector in self._vectors.items()}
@@ -206,15 +204,16 @@ class Arena:
             )
 
 
-def _is_same(array: Array, other: Array) -> bool:
-    """Return whether two arrays of one shape are the same memory."""
-    return array.dtype == other.dtype and address(array) == address(other)
+def _refuse_overlap(what: str, array: Array, own: Array, vectors: Mapping[int, Array]) -> None:
+    """Refuse an ``array`` in the part of an arena that ranks of the node read or write.
 
-
-def _refuse_overlap(what: str, array: Array, vectors: Mapping[int, Array]) -> None:
-    """Refuse an ``array`` in the part of an arena that ranks of the node read or write."""
+    It may be ``own``, this rank's piece.
+    """
     for rank, vector in vectors.items():
         if array_namespace(vector).may_share_memory(array, vector):
+            # Asked last, because to look up an address takes longer.
+            if array.dtype == own.dtype and address(array) == address(own):
+                return
             raise ValueError(
                 f"{what} overlaps the vector of rank {rank}, which all ranks of the node use: pass "
                 "memory of its own, or this rank's piece of its own vector"

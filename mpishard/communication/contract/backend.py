@@ -392,7 +392,7 @@ class CommunicationBackend(ITransport):
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
         # Counted by the contract before a backend chooses its messages, so that all backends agree.
-        sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
+        sends = sent_by_all_reduce(array.size, array.itemsize, self._world_size, self._rank)
         call = Call.describe(
             CollectiveKind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
         )
@@ -1216,7 +1216,8 @@ class CommunicationBackend(ITransport):
         if not self._initialized:
             raise self._not_ready_error()
         with self._session as session:
-            self._require_whole()
+            if session.broken is not None:
+                self._require_whole()
             if self._ended is not None:
                 raise self._ended
             # Not stored before `_admit`: a refused call must leave the numbers of all ranks equal.

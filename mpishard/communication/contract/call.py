@@ -100,7 +100,8 @@ class CollectiveKind(IntEnum):
         return self.name.lower()
 
 
-@dataclass(slots=True)
+# Fields of later are class attributes until they are set, which a call with slots would store each.
+@dataclass
 class Call:
     """One rank's call of one collective.
 
@@ -116,31 +117,32 @@ class Call:
     root: int
     counts_hash: int
     out_rows: int
-    filename: str = ""
-    line: int = 0
-    method: str = ""
-    """The function of this package that the user called, such as ``FSDPModel.predict``."""
-    group: str = ""
-    """The label of the world on which it was called; empty for a root world."""
-    subject: int = 0
+    subject: int
     """The model, and the unit of it, whose data it combines: see `Subjects`; 0 if not given."""
-    arena: int = 0
+    arena: int
     """The number of the `Arena` that it belongs to; 0 if it belongs to none."""
-    start: int = 0
+    start: int
     """The element of the arena's vectors at which the part begins that it reads or writes."""
-    number: int = field(default=0, compare=False)
-    """Its number among all collectives of its rank, from 1; 0 if none was given."""
-    time: float = field(default=0.0, compare=False)
-    """Time at which it was written to the rank's status page, in seconds since the epoch."""
-    description: bytes = field(default=b"", compare=False, repr=False)
+    description: bytes = field(compare=False, repr=False)
     """The fields that ranks compare, except the sequence number, as bytes."""
     # Kept although they follow from shape and dtype: each collective asks for them several times.
-    size: int = field(default=0, compare=False, repr=False)
+    size: int = field(compare=False, repr=False)
     """Number of elements of the array that was passed."""
-    nbytes: int = field(default=0, compare=False, repr=False)
+    nbytes: int = field(compare=False, repr=False)
     """Number of bytes of that array."""
-    sends: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    # Never changed: who counts anew replaces the mapping, as `Traffic` does.
+    sends: Mapping[str, int] = field(compare=False, repr=False)
     """Bytes that this rank sends to others for the call, by the name in `Traffic`."""
+    filename: str = field(default="", init=False)
+    line: int = field(default=0, init=False)
+    method: str = field(default="", init=False)
+    """The function of this package that the user called, such as ``FSDPModel.predict``."""
+    group: str = field(default="", init=False)
+    """The label of the world on which it was called; empty for a root world."""
+    number: int = field(default=0, init=False, compare=False)
+    """Its number among all collectives of its rank, from 1; 0 if none was given."""
+    time: float = field(default=0.0, init=False, compare=False)
+    """Time at which it was written to the rank's status page, in seconds since the epoch."""
 
     @classmethod
     def describe(
@@ -155,7 +157,6 @@ class Call:
         subject: int = 0,
         arena: int = 0,
         start: int = 0,
-        # Never changed: a caller that counts anew replaces the mapping, as `Traffic` does.
         sends: Mapping[str, int] = {},
         sequence: int = 0,
     ) -> Call:
@@ -189,15 +190,9 @@ class Call:
             root,
             counts_hash,
             out_rows,
-            "",
-            0,
-            "",
-            "",
             subject,
             arena,
             start,
-            0,
-            0.0,
             description,
             size,
             nbytes,
@@ -289,12 +284,13 @@ class Call:
             root,
             counts_hash,
             out_rows,
-            subject=subject,
-            arena=arena,
-            start=start,
-            description=data[8:HEADER_BYTES],
-            size=size,
-            nbytes=nbytes,
+            subject,
+            arena,
+            start,
+            data[8:HEADER_BYTES],
+            size,
+            nbytes,
+            {},
         )
 
 

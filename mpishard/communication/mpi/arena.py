@@ -6,11 +6,11 @@ the *agent* for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mpishard.base import Array, DType, address, even_sizes
+from mpishard.base import Array, DType, address, even_sizes, even_slice
 from mpishard.communication.contract.arena import Nodes
 from mpishard.communication.contract.call import Call, Traffic
 from mpishard.communication.contract.reduction import (
@@ -18,7 +18,7 @@ from mpishard.communication.contract.reduction import (
     TreeReducer,
     accumulation_dtype,
 )
-from mpishard.communication.contract.work import Steps
+from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.collectives import Collectives, split_up, starts_of
 from mpishard.communication.mpi.group import Group
 
@@ -64,7 +64,8 @@ class ArenaCollectives:
         if self._is_alone:
             sizes, mine = even_sizes(call.size, self._world_size), arrays[self._rank]
             return (yield from self._collectives.reduce_scatter(call, mine, sizes, out))
-        yield from self._open(call)
+        yield from self._collectives.open(call)
+        yield from self._collectives.turn(call)
         yield from self._reduce(call, arrays, out)
         # Peers read this rank's array until this fence; then the caller may change it.
         yield self._group.exchange.fence()
@@ -75,7 +76,8 @@ class ArenaCollectives:
         if self._is_alone:
             mine = arrays[self._rank]
             return (yield from self._collectives.all_reduce(call, mine, mine))
-        yield from self._open(call)
+        yield from self._collectives.open(call)
+        yield from self._collectives.turn(call)
         pieces = split_up(arrays[self._rank], even_sizes(call.size, self._world_size))
         yield from self._reduce(call, arrays, pieces[self._rank])
         yield from self._spread(call, arrays, pieces, once_per_node=False)
@@ -86,17 +88,13 @@ class ArenaCollectives:
     ) -> Steps:
         """Collect all ranks' pieces in every array."""
         # After the headers no rank of the node uses the array's last values any more.
-        yield from self._open(call)
+        yield from self._collectives.open(call)
+        yield from self._collectives.turn(call)
         pieces = split_up(arrays[self._rank], even_sizes(call.size, self._world_size))
         if address(pieces[self._rank]) != address(piece):
             pieces[self._rank][...] = piece
         yield from self._spread(call, arrays, pieces, once_per_node=once_per_node)
         return arrays[self._rank]
-
-    def _open(self, call: Call) -> Steps:
-        """Compare the ranks' calls, and wait until all earlier collectives have ended."""
-        yield from self._collectives.open(call)
-        yield from self._collectives.turn(call)
 
     def _spread(
         self,
@@ -121,16 +119,28 @@ class ArenaCollectives:
         # The node's vector is complete, or no rank copies from another's any more.
         yield self._group.exchange.fence()
 
-    def _reduce(self, call: Call, arrays: Mapping[int, Array], piece: Array) -> Steps:
+    def _reduce(
+        self, call: Call, arrays: Mapping[int, Array], piece: Array
+    ) -> Iterable[Waitable]:
         """Combine this rank's part of all ranks' arrays into ``piece``, which may be that part."""
         sizes = even_sizes(call.size, self._world_size)
-        starts = starts_of(sizes)
-        mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
+        mine = even_slice(call.size, self._world_size, self._rank)
         own = [array[mine] for array in arrays.values()]
         self._traffic.share_reduce(call, self._nodes, sizes, own[0].dtype)
-        if self._nodes.count == 1:
-            self._reducer.reduce(own, _SUM, piece)
-            return
+        if self._nodes.count > 1:
+            return self._reduce_between_nodes(arrays, own, sizes, piece)
+        self._reducer.reduce(own, _SUM, piece)
+        return ()
+
+    def _reduce_between_nodes(
+        self,
+        arrays: Mapping[int, Array],
+        own: Sequence[Array],
+        sizes: tuple[int, ...],
+        piece: Array,
+    ) -> Steps:
+        """Combine ``own``, the parts of ``arrays`` on this node, with the sums of other nodes."""
+        starts = starts_of(sizes)
         nodes, world = self._nodes, range(self._world_size)
         trees = [nodes.subtrees(node) for node in range(nodes.count)]
         wide = accumulation_dtype(own[0].dtype)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -36,35 +35,11 @@ from mpishard.communication.contract.reduction import (
     is_combined_whole,
 )
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
-from mpishard.communication.contract.work import Condition, Steps
+from mpishard.communication.contract.work import Condition, Steps, Waitable
 from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A reduction whose ranks' calls match.
-
-    Parameters
-    ----------
-    headers : Headers or None
-        The ranks' headers; None if the data need none.
-    channel : Channel
-        The channel of the data.
-    is_sent : bool
-        Whether the data of all ranks are in the channel already.
-    """
-
-    headers: Headers | None
-    channel: Channel
-    is_sent: bool = False
-
-    @property
-    def inline(self) -> Headers | None:
-        """The headers, if every rank's array came with its header; else None."""
-        return self.headers if self.headers is not None and self.headers.all_inline else None
 
 
 class Collectives:
@@ -82,6 +57,7 @@ class Collectives:
         # Weak, because a cycle would delay the end of the group: its ranks leave it when the last
         # reference to its backend is dropped.
         self._backend: CommunicationBackend = weakref.proxy(backend)
+        self._pending = backend._pending
         self._group = group
         self._reducer = backend._reducer
         self._rank, self._world_size = backend.rank, backend.world_size
@@ -89,11 +65,12 @@ class Collectives:
 
     # ------------------------------------------------------------------------------------ headers
 
-    def turn(self, call: Call) -> Steps:
-        """Wait until all collectives that were issued before ``call`` have ended."""
-        pending = self._backend._pending
-        if pending[0].awaited is not call:
-            yield Condition(lambda: next(w.awaited for w in pending if not w.done) is call)
+    def turn(self, call: Call) -> Iterable[Waitable]:
+        """Return the wait, if any, for the end of all collectives that were issued before."""
+        pending = self._pending
+        if pending[0].awaited is call:
+            return ()
+        return (Condition(lambda: next(w.awaited for w in pending if not w.done) is call),)
 
     def open(self, call: Call, payload: Array | None = None, *, is_sent: bool = False) -> Steps:
         """Exchange headers and refuse calls that do not match; return the `Headers`."""
@@ -128,27 +105,30 @@ class Collectives:
         """Begin a reduction: exchange its headers, and choose the channel of its data.
 
         ``whole`` has the parts for the channel that may be sent before the header, which saves a
-        fence. Return an `_Opened`.
+        fence. Return the headers, if every rank's array came with its header, or else None; the
+        channel; and whether the data of all ranks are in it already.
         """
         # Without checks, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
         if not (small or self._backend.check_collectives or device):
             self._group.sequence = call.sequence
-            return _Opened(None, self._group.channel)
+            return None, self._group.channel, False
         # Before data are sent early, all earlier collectives must have ended: see `RowChannel`.
         is_sent = (
             bool(whole)
             and not (small or device)
-            and self._backend._pending[0].awaited is call
+            and self._pending[0].awaited is call
             and self._group.channel.send_early(whole)
         )
         headers = yield from self.open(call, array, is_sent=is_sent)
-        if headers.all_inline or not (whole or self._by_pointer):
-            return _Opened(headers, self._group.channel)
+        if headers.all_inline:
+            return headers, self._group.channel, False
+        if not (whole or self._by_pointer):
+            return None, self._group.channel, False
         any_on_device, all_sent = headers.flags()
         channel = self._device_channel(headers) if any_on_device else self._group.channel
-        return _Opened(headers, channel, all_sent)
+        return None, channel, all_sent
 
     def _device_channel(self, headers: Headers) -> Channel:
         """Return the channel of data of which some are on a GPU, according to all ``headers``."""
@@ -157,13 +137,16 @@ class Collectives:
     def _reduce_inline(
         self,
         headers: Headers,
+        own: Array,
         operation: ReductionOperation,
         out: Array,
-        part: slice | None = None,
+        part: slice = slice(None),
     ) -> None:
-        arrays = [headers.inline(rank) for rank in range(self._world_size)]
-        if part is not None:
-            arrays = [array[part] for array in arrays]
+        """Combine ``part`` of ``own``, this rank's flat array, and of those in the headers."""
+        arrays = [own[part]]
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                arrays.insert(rank, headers.inline(rank)[part])
         self._reducer.reduce(arrays, operation, out)
 
     # --------------------------------------------------------------------------------- reductions
@@ -177,10 +160,10 @@ class Collectives:
         fits = INLINE_BYTES < flat.nbytes <= self._group.channel.bytes_each
         if fits and is_combined_whole(flat.nbytes, self._world_size):
             whole = [flat] * self._world_size
-        opened: _Opened = yield from self._open_reduction(call, array, whole)
+        inline, channel, is_sent = yield from self._open_reduction(call, array, whole)
         result = flat if out is array else out if out.ndim == 1 else out.reshape(-1)
-        if opened.inline is not None:
-            self._reduce_inline(opened.inline, call.operation, result)
+        if inline is not None:
+            self._reduce_inline(inline, flat, call.operation, result)
         else:
             yield from self.turn(call)
             if array is not out and _overlap(array, out):
@@ -189,16 +172,14 @@ class Collectives:
                 # Each rank combines the whole itself, because another wait for the others takes
                 # longer.
                 whole = [flat] * self._world_size  # ``flat`` may be a copy by now
-                yield from opened.channel.reduce(
-                    whole, call.operation, result, is_sent=opened.is_sent
-                )
+                yield from channel.reduce(whole, call.operation, result, is_sent=is_sent)
                 return out
             # Large arrays: each rank combines one piece for all, so that a byte is read once and
             # not by every rank.
             sizes = even_sizes(result.size, self._world_size)
             start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]
-            yield from self._reduce_by(opened.channel, flat, sizes, call.operation, piece, result)
+            yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)
         return out
 
     def reduce_scatter(
@@ -206,7 +187,7 @@ class Collectives:
     ) -> Steps:
         """Combine this rank's rows of all ranks' arrays into ``out``."""
         assert call.operation is not None
-        opened: _Opened = yield from self._open_reduction(call, array)
+        inline, channel, _ = yield from self._open_reduction(call, array)
         row = math.prod(array.shape[1:])
         sizes = counts if row == 1 else tuple([count * row for count in counts])
         starts = starts_of(sizes)
@@ -215,11 +196,11 @@ class Collectives:
         piece = result
         if _overlap(array, out, flat[mine]):
             piece = array_namespace(out).empty(result.shape, result.dtype)
-        if opened.inline is not None:
-            self._reduce_inline(opened.inline, call.operation, piece, mine)
+        if inline is not None:
+            self._reduce_inline(inline, flat, call.operation, piece, mine)
         else:
             yield from self.turn(call)
-            yield from self._reduce_by(opened.channel, flat, sizes, call.operation, piece)
+            yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
         if piece is not result:
             result[...] = piece
         return out

@@ -18,7 +18,6 @@ import platform
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -119,19 +118,19 @@ class Headers:
         return [np.frombuffer(r, np.int64, count, HEADER_BYTES).tolist() for r in self._rows]
 
 
-@dataclass(slots=True, eq=False)
 class Posted(Waitable):
     """One exchange of rows; when it is ``done``, ``rows`` has every rank's row."""
 
-    exchange: RingExchange
-    number: int
-    row: bytes
-    rows: Sequence[bytes] = ()
-    done: bool = False
+    __slots__ = ("_exchange", "done", "number", "row", "rows")
+
+    def __init__(self, exchange: RingExchange, number: int, row: bytes) -> None:
+        self._exchange, self.number, self.row = exchange, number, row
+        self.rows: Sequence[bytes] = ()
+        self.done = False
 
     def test(self) -> bool:
         if not self.done:
-            self.exchange.collect()
+            self._exchange.collect()
         return self.done
 
 
@@ -224,7 +223,6 @@ class RingExchange:
     """
 
     def __init__(self, memory: Array, rank: int, ranks: int) -> None:
-        self._rank = rank
         # A memoryview, because reading one element of a NumPy array takes longer.
         self._bytes = memory.data
         self._numbers = self._bytes.cast("q")
@@ -233,10 +231,11 @@ class RingExchange:
         peers = [other for other in range(ranks) if other != rank]
         slots = [[start + _ROWS + n * _STRIDE for start in starts] for n in range(SLOTS)]
         self._slots = [slot[rank] for slot in slots]
-        # Positions of the other ranks' marks and rows, by slot.
+        # Positions of the other ranks' marks and rows, by slot; the latter beside their ranks.
         self._marks = [[slot[peer] // 8 for peer in peers] for slot in slots]
         self._rows = [
-            [slice(slot[peer] + 8, slot[peer] + 8 + ROW_BYTES) for peer in peers] for slot in slots
+            [(peer, slice(slot[peer] + 8, slot[peer] + 8 + ROW_BYTES)) for peer in peers]
+            for slot in slots
         ]
         self._read = starts[rank] // 8
         self._reads = [starts[peer] // 8 for peer in peers]
@@ -280,9 +279,10 @@ class RingExchange:
             for mark in self._marks[number % SLOTS]:
                 if numbers[mark] < number:
                     return
-            rows = [bytes(memory[place]) for place in self._rows[number % SLOTS]]
             # This rank's own row does not pass through memory.
-            rows.insert(self._rank, posted.row)
+            rows = [posted.row]
+            for rank, place in self._rows[number % SLOTS]:
+                rows.insert(rank, bytes(memory[place]))
             posted.rows, posted.done = rows, True
             self._posted.popleft()
             # After the rows are copied: from then on the others may write their slots again.
