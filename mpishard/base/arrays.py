@@ -218,7 +218,10 @@ def to_device(array: Array) -> Array:
 
 def address(array: Array) -> int:
     """Address of the first element, in host or GPU memory."""
-    return int(array.data.ptr if _is_of_cupy(array) else array.ctypes.data)
+    if _is_of_cupy(array):
+        return int(array.data.ptr)
+    # The first field of NumPy's array struct: ``array.ctypes.data`` takes six times as long.
+    return ctypes.c_void_p.from_address(id(array) + object.__basicsize__).value or 0
 
 
 def device_number(array: Array) -> int:

@@ -370,9 +370,10 @@ class Traffic:
 
     def add(self, sends: Mapping[str, int]) -> None:
         """Add one call of each kind in ``sends``, with the bytes that it sent to other ranks."""
+        calls, bytes_sent = self.calls, self.bytes_sent
         for kind, nbytes in sends.items():
-            self.calls[kind] += 1
-            self.bytes_sent[kind] += nbytes
+            calls[kind] += 1
+            bytes_sent[kind] += nbytes
 
     def count_read(self, kind: str, nbytes: int) -> None:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
