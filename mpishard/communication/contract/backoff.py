@@ -1,4 +1,4 @@
-"""The backoff of an MPI rank that waits: it spins, yields, dozes, and checks its peers."""
+"""The backoff of an MPI rank that waits: it spins or yields, dozes, and checks its peers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,14 @@ from collections.abc import Callable
 READ_EVERY = 0.5
 """Most seconds between two readings of a `RunningClock` during a wait."""
 
-_SPINS = 300
-"""Polls of memory without a pause: about 0.2 ms, in which most peers that run now arrive."""
-
-_MESSAGE_SPINS = 8
-"""Polls of messages without a pause: each calls MPI several times."""
-
 _CHECK_SECONDS = 0.05
-# Seconds of a wait after which a rank dozes. With more ranks than cores it is soon, because the
-# others need the core to arrive.
-_EARLY_DOZE_AFTER = 0.002
-_DOZE_AFTER = 2.0
-LONG_POLL = 1e-3
-"""Seconds that a poll or a yield takes only if other programs run on this core."""
+_SPIN_SECONDS = 3e-4
+"""Seconds of polls of memory without a pause, in which most peers that run now arrive."""
+
+_YIELD_SECONDS = 2e-3
+"""Seconds of a wait in which a rank yields the core after each poll."""
 
 _DOZE_SECONDS = 1e-5  # lasts about 0.07 ms, because Linux adds the process's timer slack
-SHARES_CORE_SECONDS = 0.1
-"""Seconds for which a rank dozes in each wait, once it has found other programs on its core."""
-
 _SUSPENDED_SECONDS = 2 * READ_EVERY
 
 
@@ -87,67 +77,36 @@ class RunningClock:
 class Backoff:
     """One wait, from its first unsuccessful poll to its end.
 
-    Polling without pauses is ruinous if more ranks than cores run, and yielding costs nothing if
-    fewer do. With more ranks than cores, a rank dozes once it has waited so long that the others
-    must be computing, and leaves them the core. A rank also dozes if a yield takes long, because
-    other programs run on its core: a yield gives up the process's whole turn, but after a short
-    sleep the scheduler gives the core back at once.
+    A rank polls for a short time, and then sleeps between two polls: a rank that waits longer takes
+    no processor time from its core, which other ranks and programs may need, and adds less than
+    0.1 ms to the wait.
 
     Parameters
     ----------
-    crowded : bool
-        Whether the node has more ranks than cores.
+    yields : bool
+        Whether the rank yields its core between the first polls: if the node has more ranks than
+        cores, or each poll calls MPI. Otherwise it polls memory without a pause.
     check : callable
         Called about 20 times a second. It may raise, and so end the wait. It need not check the
         time limit, which the watchdog does.
-    dozes : bool
-        Whether this rank has lately found other programs on its core.
-    by_messages : bool
-        Whether it waits for messages and not for memory that ranks share. A poll then takes longer,
-        and so does a message: the rank dozes after milliseconds.
-
-    Attributes
-    ----------
-    dozes : bool
-        Whether each pause is a short sleep.
     """
 
-    __slots__ = ("_check", "_checked", "_doze_after", "_polls", "_spins", "_start", "dozes")
+    __slots__ = ("_check", "_checked", "_start", "_yields")
 
-    def __init__(
-        self,
-        crowded: bool,
-        check: Callable[[], None],
-        *,
-        dozes: bool = False,
-        by_messages: bool = False,
-    ) -> None:
-        self._spins = 0 if crowded else _MESSAGE_SPINS if by_messages else _SPINS
-        self._doze_after = _EARLY_DOZE_AFTER if crowded or by_messages else _DOZE_AFTER
+    def __init__(self, yields: bool, check: Callable[[], None]) -> None:
+        self._yields = yields
         self._check = check
-        self._polls = 0
-        self._start = 0.0
-        self._checked = 0.0
-        self.dozes = dozes
+        self._start = self._checked = time.monotonic()
 
     def pause(self) -> None:
         """Pause for a short time. Call it after each poll that found nothing."""
-        self._polls += 1
-        # No clock is read in these polls, in which most waits end.
-        if self._polls <= self._spins:
-            return
-        before = time.monotonic()
-        # Begun here and not in the constructor: short waits never come to this line.
-        if not self._start:
-            self._start = self._checked = before
-        if self.dozes:
-            time.sleep(_DOZE_SECONDS)
-        else:
-            yield_processor()
+        # By the clock and not by the number of polls, which take long if others use the core.
         now = time.monotonic()
-        # Dozing adds up to 0.1 ms to a wait, which is little after milliseconds and much before.
-        is_long = now - self._start > self._doze_after
-        self.dozes |= is_long or now - before > LONG_POLL
+        waited = now - self._start
+        if waited > (_YIELD_SECONDS if self._yields else _SPIN_SECONDS):
+            time.sleep(_DOZE_SECONDS)
+        elif self._yields:
+            yield_processor()
         if now - self._checked > _CHECK_SECONDS:
             self._checked = now
             self._check()

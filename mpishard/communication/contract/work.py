@@ -191,9 +191,7 @@ class Work:
             As the blocking call does.
         """
         # An error that nobody has seen yet is raised itself, also if it has ended the world.
-        if self._error is not None and (
-            self._has_raised or isinstance(self._error, MpishardError)
-        ):
+        if self._error is not None and (self._has_raised or isinstance(self._error, MpishardError)):
             self._driver._require_whole()
         if not self.done:
             in_flight = self._in_flight

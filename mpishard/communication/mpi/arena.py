@@ -119,9 +119,7 @@ class ArenaCollectives:
         # The node's vector is complete, or no rank copies from another's any more.
         yield self._group.exchange.fence()
 
-    def _reduce(
-        self, call: Call, arrays: Mapping[int, Array], piece: Array
-    ) -> Iterable[Waitable]:
+    def _reduce(self, call: Call, arrays: Mapping[int, Array], piece: Array) -> Iterable[Waitable]:
         """Combine this rank's part of all ranks' arrays into ``piece``, which may be that part."""
         sizes = even_sizes(call.size, self._world_size)
         mine = even_slice(call.size, self._world_size, self._rank)

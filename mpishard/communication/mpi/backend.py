@@ -7,7 +7,6 @@ headers, channels, and the user's messages), its `Collectives`, and a `Staging` 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from mpishard.base import (
 )
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
+from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.call import Call, place_after
 from mpishard.communication.contract.status import RankRecord
 from mpishard.communication.contract.work import Condition, Steps, Transfer, Work
@@ -57,8 +56,8 @@ from mpishard.communication.tracing.recorder import record_if_asked, stop_record
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-_QUICK_ROUNDS, _QUICK_POLLS = 8, 8
-"""Rounds, and polls in each, before a longer wait begins: most short messages come by then."""
+_QUICK_POLLS = 64
+"""Polls of memory before a wait is recorded: most peers that run now come by then."""
 
 _PROGRESS_EVERY = 8  # polls of a wait between two calls that let MPI progress its requests
 _IN_SHRINK = "in shrink() for the other ranks that are left"
@@ -303,36 +302,21 @@ class MPICommunicationBackend(CommunicationBackend):
     # ---------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        job = self._job
-        if job is None or not self._initialized:
-            raise self._not_ready_error()
+        job, group = self._joined()
         try:
             # Nothing is issued while this rank waits, so a single operation stays the only one.
             session = self._session
-            advance = work.advance if len(session.under_way()) == 1 else session.progress
-            polled, is_slow = 0.0, False
-            group = self._group
-            by_messages = group is not None and group.channel is group.messages
-            quick = 1 if job.crowded or by_messages else _QUICK_ROUNDS
-            for _ in range(quick):
-                for _ in range(1 if job.crowded else _QUICK_POLLS):
-                    advance()
-                    if work.done:
-                        self._forget_done()
-                        return
-                # Open MPI may yield in each poll. If that takes long, other programs use this core.
-                now = time.monotonic()
-                polled, took = now, now - (polled or now)
-                is_slow = took > _QUICK_POLLS * LONG_POLL
-                if is_slow:
-                    break
-            dozes = is_slow or time.monotonic() < job.shares_core_until
-            backoff = Backoff(
-                job.crowded,
-                lambda: self._check_peers(work),
-                dozes=dozes,
-                by_messages=by_messages,
-            )
+            is_alone = len(session.under_way()) == 1
+            advance = work.advance if is_alone else session.progress
+            # Polls of messages call MPI, which may take long or yield.
+            in_memory = is_alone and group.channel is not group.messages
+            yields = job.crowded or not in_memory or isinstance(work, Transfer)
+            for _ in range(1 if yields else _QUICK_POLLS):
+                advance()
+                if work.done:
+                    self._forget_done()
+                    return
+            backoff = Backoff(yields, lambda: self._check_peers(work))
             polls = 0
             self.status.wait(work.awaited)
             wait = job.wait(lambda: work.where)
@@ -350,8 +334,6 @@ class MPICommunicationBackend(CommunicationBackend):
                 # or ended. The watchdog would end the job at the time limit.
                 wait.end()
                 self.status.go_on()
-                if backoff.dozes and not (dozes or job.crowded):
-                    job.shares_core_until = time.monotonic() + SHARES_CORE_SECONDS
             self._forget_done()
         except self._mpi.Exception as error:
             raise self._explain(error, work.where) from error

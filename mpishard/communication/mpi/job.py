@@ -128,8 +128,6 @@ class MPIJob:
         self.cores_per_rank = _cores_per_rank(usable, cores)
         """Number of cores for this rank: its share of those on which it may run."""
         self.crowded = self.cores_per_rank < 1
-        self.shares_core_until = 0.0
-        """Time, of `time.monotonic`, until which waits assume other programs on this core."""
         self.statuses.share(comm.allgather, ranks)
         node.Free()
         if settings.job_folder() is None:

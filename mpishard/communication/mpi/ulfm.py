@@ -219,6 +219,6 @@ class Ulfm:
             base = comm
 
     def _wait(self, request: Request) -> None:
-        backoff = Backoff(crowded=True, check=self._learn)
+        backoff = Backoff(yields=True, check=self._learn)
         while not request.Test():
             backoff.pause()
