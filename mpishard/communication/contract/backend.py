@@ -1234,7 +1234,7 @@ class CommunicationBackend(ITransport):
                 raise
 
     def _is_alone_on_gpu(self, array: Array) -> bool:
-        return self.world_size == 1 and is_device_array(array)
+        return self._world_size == 1 and is_device_array(array)
 
     def _steps_alone(self, call: Call, array: Array, out: Array | None) -> Steps:
         """Run a collective of a world of one on a GPU: at most one copy, without a wait."""
