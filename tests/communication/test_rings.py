@@ -1,6 +1,8 @@
 """Headers in shared memory: rings that wrap round, ranks that are ahead, groups that end."""
 
 import os
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,22 @@ class TestWorlds:
                 [total + number * backend.world_size, number * backend.world_size]
                 for number in range(many)
             ]
+
+    def test_an_all_reduce_takes_few_calls(self, backend):
+        """The time of a small one is that of its calls, whose number depends on no load."""
+        if backend.world_size != 2 or backend.allocate_shared(1, np.int8) is None:
+            pytest.skip("two ranks that share memory")
+        array, counts = np.zeros(1), []
+        for _ in range(50):
+            backend.barrier()
+            if backend.rank == 0:  # comes last, and so does not poll
+                time.sleep(0.002)
+            calls = []
+            sys.setprofile(lambda frame, event, _, to=calls: to.append((frame.f_code, event)))
+            backend.all_reduce(array)
+            sys.setprofile(None)
+            counts.append(sum(event == "call" for _, event in calls))
+        assert backend.rank or min(counts) <= 40
 
     def test_small_and_long_arrays_in_several_groups(self, backend):
         group = backend.split(0)

@@ -100,7 +100,7 @@ class CollectiveKind(IntEnum):
         return self.name.lower()
 
 
-# Fields of later are class attributes until they are set, which a call with slots would store each.
+# Without slots: fields that are set later stay class attributes until then, which saves time.
 @dataclass
 class Call:
     """One rank's call of one collective.
