@@ -6,14 +6,14 @@ import copy
 import inspect
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpishard.base import CollectiveMismatchError, ShardingError
+from mpishard.base import CollectiveMismatchError, ShardingError, ShardLayout
 from mpishard.communication import CommunicationBackend, called_as, differences
 from mpishard.torch.complex_parameters import real_numbers
 from mpishard.torch.parameters import OwnedParameter, StateDict
@@ -187,8 +187,18 @@ def _gathered(states: Sequence[tuple[OwnedParameter, torch.Tensor]]) -> Iterator
     everyone = torch.from_numpy(
         np.asarray(owner.backend.all_gather(own, subject=owner.layout.subject))
     )
-    ranges = [[part.range_of(rank) for part, _ in states] for rank in range(world_size)]
-    pieces = everyone.split([stop - start for row in ranges for start, stop in row])
+    edges: dict[int, list[int]] = {}  # Of the ranks' pieces of each unit.
+    lengths = []
+    for part, _ in states:
+        unit, start, stop = part.unit, part.entry.start, part.entry.stop
+        if unit.index not in edges:
+            sizes = ShardLayout(unit.length, world_size).sizes
+            edges[unit.index] = [*accumulate(sizes, initial=unit.start)]
+        inside = [min(max(edge, start), stop) for edge in edges[unit.index]]
+        lengths.append([after - before for before, after in pairwise(inside)])
+    pieces = everyone.split(
+        [length for of_rank in zip(*lengths, strict=True) for length in of_rank]
+    )
     for place, (part, _) in enumerate(states):
         yield part.whole(torch.cat(pieces[place :: len(states)]))
 

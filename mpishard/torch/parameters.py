@@ -193,15 +193,11 @@ class OwnedParameter(StoredParameter):
         self.shape, self.is_complex = tuple(parameter.shape), parameter.is_complex()
         self.start, self.stop = entry.start, entry.stop
         if owner.shards_state:
-            self.start, self.stop = self.range_of(owner.backend.rank)
-
-    def range_of(self, rank: int) -> tuple[int, int]:
-        """Return start and stop of the flat range that a rank updates, if ranks have parts."""
-        entry, unit = self.entry, self.unit
-        mine = ShardLayout(unit.length, self.owner.backend.world_size).slice(rank)
-        # If the rank owns nothing of the parameter, the range is empty, and still inside it.
-        start = min(max(entry.start, unit.start + mine.start), entry.stop)
-        return start, max(min(entry.stop, unit.start + mine.stop), start)
+            backend = owner.backend
+            mine = ShardLayout(unit.length, backend.world_size).slice(backend.rank)
+            # If this rank owns nothing of the parameter, the range is empty, and still inside it.
+            self.start = min(max(entry.start, unit.start + mine.start), entry.stop)
+            self.stop = max(min(entry.stop, unit.start + mine.stop), self.start)
 
     @property
     def piece(self) -> Piece:

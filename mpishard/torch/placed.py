@@ -265,7 +265,9 @@ def _check(module: torch.nn.Module) -> None:
         raise TypeError(
             "mpishard takes the module itself; call torch.compile() afterwards, or module.compile()"
         )
-    taken = [name for name, p in module.named_parameters() if isinstance(p, PlacedParameter)]
+    # One walk, because a module may have many thousands of parts.
+    parameters = [*module.named_parameters()]
+    taken = [name for name, p in parameters if isinstance(p, PlacedParameter)]
     if taken:
         raise ShardingError(
             f"parameter {taken[0]!r} is sharded already; shard a module once, and each part of "
@@ -280,7 +282,7 @@ def _check(module: torch.nn.Module) -> None:
             f"{some(rescaled)}: max_norm changes weights in forward, and each rank would change "
             "other rows. Leave it out, and scale the rows that forward has looked up"
         )
-    everything = [*module.named_parameters(), *module.named_buffers()]
+    everything = [*parameters, *module.named_buffers()]
     odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
     if odd:
         raise TypeError(f"{some(odd)} have no shape yet; call the module once on a sample first")
@@ -296,7 +298,7 @@ def _check(module: torch.nn.Module) -> None:
             f"mpishard computes with PyTorch on the CPU, and {some(odd)}; use module.cpu(), or "
             "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
         )
-    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+    trainable = [(n, p) for n, p in parameters if p.requires_grad and p.numel()]
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
     dtypes: dict[torch.dtype, list[str]] = {}
