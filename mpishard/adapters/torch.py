@@ -130,17 +130,28 @@ class TorchModel(PlacedVectorModel):
         """
         import torch
 
+        from mpishard.torch.complex_parameters import from_real_numbers
+
         parameters = self._checked(parameters)
         model = copy.copy(self)
         # deepcopy takes objects from its memo. With the new parameters there, it copies only
         # buffers and other state.
-        memo = {
-            id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape), old.requires_grad)
-            for old, values in zip(self._placed.parameters, self._cut(parameters), strict=True)
-        }
+        memo = {}
+        for old, numbers in zip(self._placed.parameters, self._cut(parameters), strict=True):
+            values = from_real_numbers(
+                torch.from_numpy(numbers), old.shape, is_complex=old.is_complex()
+            )
+            memo[id(old)] = torch.nn.Parameter(values, old.requires_grad)
         model._hold(copy.deepcopy(self._module, memo))
         model.reclaim_parameters(parameters)
         return model
+
+    def _checked(self, vector: Array) -> Array:
+        vector = super()._checked(vector)
+        # An array that begins inside of another one may not be aligned for complex parameters.
+        is_odd = vector.ctypes.data % (2 * vector.itemsize) > 0
+        has_complex = any(parameter.is_complex() for parameter in self._placed.parameters)
+        return vector.copy() if is_odd and has_complex else vector
 
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is not None:
@@ -258,6 +269,12 @@ class TorchModel(PlacedVectorModel):
             raise TypeError(
                 f"{type(self._module).__name__} must return one tensor, got "
                 f"{type(output).__name__}; give TorchModel a module whose forward picks one"
+            )
+        if output.is_complex():
+            raise TypeError(
+                f"{type(self._module).__name__} must return real numbers, and returns "
+                f"{output.dtype}: let forward return output.abs(), output.real or "
+                "torch.view_as_real(output)"
             )
         return output, output.detach().to(getattr(torch, self._dtype.name)).numpy()
 

@@ -74,7 +74,7 @@ def clip_grad_norm_(
     Raises
     ------
     ValueError
-        If ``norm_type`` is not above 0.
+        If ``norm_type`` is not above 0, or not 2 with a complex parameter.
     ShardingError
         If a parameter is not one of a sharded model, or the last ``backward()`` was inside
         `no_sync`. On every rank, if ranks give different parameters, except under DDP.
@@ -90,6 +90,12 @@ def clip_grad_norm_(
     else:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         parts = [owned_parameter(parameter) for parameter in given if parameter.requires_grad]
+    odd = [part.entry.name for part in parts if part.is_complex]
+    if odd and norm_type != 2:
+        raise ValueError(
+            f"norm_type must be 2 with complex parameters, such as {odd[0]!r}, because a rank may "
+            f"own one of the two numbers of an element; got {norm_type}"
+        )
     owners = list(dict.fromkeys(part.owner for part in parts))
     for owner in owners:
         owner.require_reduced("clip_grad_norm_()")

@@ -385,18 +385,19 @@ class _OptimizerView:
             raise ValueError(f"the parameter groups differ: the saved optimizer {found}")
         parts = self._owner.parts
         lengths = [part.stop - part.start for part in parts]
-        read = {
-            key: dict(
-                zip((p.index for p in parts), torch.from_numpy(v).split(lengths), strict=True)
-            )
-            for key, v in self._read.items()
-        }
+        read = {}
+        for key, vector in self._read.items():
+            states = torch.from_numpy(vector).split(lengths)
+            if not self._owner.shards_state:
+                shapes = (part.tensor.shape for part in parts)
+                states = [v.view(shape) for v, shape in zip(states, shapes, strict=True)]
+            read[key] = dict(zip((part.index for part in parts), states, strict=True))
         state = {}
         rest = _rows(settings["state"])
         for number, part in enumerate(self._parts):
             if part.entry.name in rest:
                 state[number] = {
-                    key: read[key][part.index].view(part.tensor.shape) if value is None else value
+                    key: read[key][part.index] if value is None else value
                     for key, value in rest[part.entry.name].items()
                 }
         groups, first = [], 0

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from mpishard.base import ShardingError
 from mpishard.communication import called_as
+from mpishard.torch.complex_parameters import real_numbers
 
 # Functions that compute each element of their result from the same element of each argument. Of
 # others, such as sums, the results are right, too, but they need the whole gradient.
@@ -35,17 +36,17 @@ _ELEMENTWISE = frozenset(
 # What needs no values of other ranks: of the part as it is, and of the whole gradient's form.
 _OF_PART = frozenset(
     [
-        "__hash__", "as_subclass", "data_ptr", "detach_", "get_device", "is_complex",
-        "is_floating_point", "requires_grad_", "untyped_storage",
+        "__hash__", "as_subclass", "data_ptr", "detach_", "get_device", "requires_grad_",
+        "untyped_storage",
     ]
 )  # fmt: skip
 _OF_FORM = frozenset(
     [
-        "__len__", "dim", "element_size", "is_contiguous", "ndimension", "nelement", "numel",
-        "size", "stride",
+        "__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point",
+        "ndimension", "nelement", "numel", "size", "stride",
     ]
 )  # fmt: skip
-_FORM_ATTRIBUTES = frozenset(["shape", "ndim", "nbytes"])
+_FORM_ATTRIBUTES = frozenset(["shape", "ndim", "nbytes", "dtype", "itemsize"])
 _VALUE_ATTRIBUTES = frozenset(["T", "H", "mT", "mH", "real", "imag"])
 _NO_CHANGES = frozenset(["__index__", "__init__", "__int__", "__invert__"])
 
@@ -63,7 +64,8 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
     Its shape is the parameter's. Operations on each element alone, such as ``p.grad.mul_(2)`` or
     ``2 * p.grad``, change or return this rank's part, and send nothing. All others, such as sums,
     norms, indices and updates of parameters, gather the whole gradient: every rank calls them, and
-    gets the result that one process has.
+    gets the result that one process has. So do all operations on the gradient of a complex
+    parameter, of which a part has real numbers.
     """
 
     # A weak reference, because the parameter's tensor has the part as its ``grad``, and the garbage
@@ -99,7 +101,11 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
         return owned
 
     def to_local(self) -> torch.Tensor:
-        """Return this rank's elements as a flat plain tensor in the same memory."""
+        """Return this rank's elements as a plain tensor in the same memory.
+
+        It is flat, except if this rank has the whole gradient. If the parameter is complex, it has
+        real numbers, which are parts of pairs.
+        """
         return plain(self)
 
     @called_as("an operation on a gradient")
@@ -109,10 +115,12 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
         owned = self._owned
         # An inference tensor has no count of changes.
         with torch.inference_mode(False), torch.no_grad():
-            own = self.to_local().detach().contiguous().numpy()
+            own = self.to_local().detach().contiguous()
+            if not owned.owner.shards_state:  # Each rank has the whole gradient.
+                return owned.whole(own.clone())
             subject = owned.owner.layout.subjects[owned.unit.index]
-            whole = owned.owner.backend.all_gather(own, subject=subject)
-            return torch.from_numpy(np.asarray(whole)).view(owned.entry.shape)
+            whole = owned.owner.backend.all_gather(own.numpy(), subject=subject)
+            return owned.whole(torch.from_numpy(np.asarray(whole)))
 
     def _require_reduced(self) -> None:
         if self._is_local:
@@ -126,7 +134,7 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
         owned, place = self._owned, self._owned.in_parameter
         return (
             f"elements {place.start} to {place.stop} of the gradient of {owned.entry.name!r}, of "
-            f"shape {tuple(owned.entry.shape)}: {self.to_local()!r}"
+            f"shape {owned.shape}: {self.to_local()!r}"
         )
 
     def __format__(self, specification: str) -> str:
@@ -172,7 +180,9 @@ def keep(gradient: torch.Tensor) -> None:
 
 def _form(part: Any) -> torch.Tensor:
     """Return a tensor without values of the form of the whole gradient."""
-    return torch.empty(part._owned.entry.shape, dtype=part.dtype, device="meta")
+    owned, dtype = part._owned, plain(part).dtype
+    dtype = dtype.to_complex() if owned.is_complex else dtype
+    return torch.empty(owned.shape, dtype=dtype, device="meta")
 
 
 def _attribute(function: Any, name: str, part: GradientPart, *value: Any) -> Any:
@@ -202,6 +212,8 @@ def _is_elementwise(name: str, parts: Sequence[GradientPart], args: Any, kwargs:
     if changes and not isinstance(args[0], GradientPart):
         return False
     owned = parts[0]._owned
+    if owned.is_complex:  # A rank's part may begin between the two numbers of an element.
+        return False
     return all(_fits(x, owned) for x in (*args, *kwargs.values()))
 
 
@@ -277,7 +289,7 @@ class _Whole:
                 "take the view, such as p.grad.view(-1), anew for each change"
             )
         with torch.no_grad():
-            own.copy_(self.values.reshape(-1)[owned.in_parameter])
+            own.copy_(real_numbers(self.values)[owned.in_parameter].view(own.shape))
         self.note_versions()
 
     def show(self, result: Any) -> Any:

@@ -19,7 +19,7 @@ from mpishard.observe import span
 from mpishard.optimizers import (
     Optimizer,
 )
-from mpishard.torch.gradients import GradientPart
+from mpishard.torch.gradients import GradientPart, plain
 from mpishard.torch.lone_saves import warn_of_lone_saves
 from mpishard.torch.optimizer_state import (
     checksum_of_parameters,
@@ -142,7 +142,8 @@ def _groups(parameters: Any, parts: dict[int, OwnedParameter]) -> list[Any]:
         return part.tensor
 
     if isinstance(parameters, torch.nn.Module):
-        return [own(part.parameter) for part in module_of(parameters).parts]
+        trained = {id(part.parameter) for part in module_of(parameters).parts}
+        return [own(p) for p in parameters.parameters() if id(p) in trained]
     if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor):
         raise TypeError(
             "parameters must be a sharded module, an iterable of its parameters, or of groups of "
@@ -278,7 +279,9 @@ def _assigned_gradients(made: torch.optim.Optimizer) -> dict[str, str]:
             part.has_assigned_gradient = False
             is_whole = not part.owner.shards_state and part.owner.backend.world_size > 1
             if is_whole and part.tensor.grad is not None:
-                checksums[f"the gradient of {part.entry.name!r}"] = str(checksum(part.tensor.grad))
+                checksums[f"the gradient of {part.entry.name!r}"] = str(
+                    checksum(plain(part.tensor.grad))
+                )
     return checksums
 
 
@@ -292,8 +295,8 @@ def _take_gradients(made: torch.optim.Optimizer) -> None:
 
 
 def _divided(made: torch.optim.Optimizer) -> list[OwnedParameter]:
-    """Return the parameters of which ranks have parts."""
-    return [part for part in made._mpishard_parts.values() if part.owner.shards_state]
+    """Return the parameters whose gradients are parts."""
+    return [part for part in made._mpishard_parts.values() if part.gives_parts]
 
 
 class _Evaluation:

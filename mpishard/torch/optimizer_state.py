@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpishard.base import CollectiveMismatchError, ShardingError
+from mpishard.base import CollectiveMismatchError, ShardingError, ShardLayout
 from mpishard.communication import CommunicationBackend, called_as, differences
+from mpishard.torch.complex_parameters import real_numbers
 from mpishard.torch.parameters import OwnedParameter, StateDict
 from mpishard.torch.rule_optimizer import RuleOptimizer
+
+_TOGETHER = 1 << 26  # Bytes of whole states that are gathered together, or of a larger one.
 
 
 def owned_parameters(made: torch.optim.Optimizer) -> dict[int, OwnedParameter]:
@@ -150,16 +155,52 @@ def gather_states(
             raise
         refuse_other_parameters(everyone, made, owner.backend)
 
-    def whole(part: OwnedParameter, key: str, value: Any) -> Any:
-        if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):
-            return value
-        owner = part.owner
-        gathered = owner.backend.all_gather(
-            value.detach().contiguous().numpy(), subject=owner.layout.subjects[part.unit.index]
-        )
-        return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
+    found: dict[Any, list[tuple[OwnedParameter, str, torch.Tensor]]] = {}
+    wholes: dict[tuple[int, str], torch.Tensor] = {}
+    for number, part in numbered_parameters(parts, made):
+        for key, value in state_dict["state"].get(number, {}).items():
+            if not is_elementwise(key, value, part.tensor.shape, ()):
+                continue
+            if part.owner.shards_state:
+                found.setdefault((part.owner, value.dtype), []).append((part, key, value))
+            elif part.is_complex:
+                wholes[id(part), key] = part.whole(value)
+    for states in found.values():
+        ends = accumulate(part.entry.size * value.itemsize for part, _, value in states)
+        numbered = zip((end // _TOGETHER for end in ends), states, strict=True)
+        for _, run in groupby(numbered, key=itemgetter(0)):
+            group = [state for _, state in run]
+            gathered = _gathered([(part, value) for part, _, value in group])
+            for (part, key, _), value in zip(group, gathered, strict=True):
+                wholes[id(part), key] = value
+    return _changed_states(
+        parts, made, state_dict, lambda part, key, value: wholes.get((id(part), key), value)
+    )
 
-    return _changed_states(parts, made, state_dict, whole)
+
+def _gathered(states: Sequence[tuple[OwnedParameter, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Yield whole states from this rank's parts, of one model and dtype. Collective."""
+    owner = states[0][0].owner
+    world_size = owner.backend.world_size
+    own = torch.cat([value.detach().reshape(-1) for _, value in states]).numpy()
+    # One message, because a model may have thousands of small parameters.
+    everyone = torch.from_numpy(
+        np.asarray(owner.backend.all_gather(own, subject=owner.layout.subject))
+    )
+    edges: dict[int, list[int]] = {}  # Of the ranks' pieces of each unit.
+    lengths = []
+    for part, _ in states:
+        unit, start, stop = part.unit, part.entry.start, part.entry.stop
+        if unit.index not in edges:
+            sizes = ShardLayout(unit.length, world_size).sizes
+            edges[unit.index] = [*accumulate(sizes, initial=unit.start)]
+        inside = [min(max(edge, start), stop) for edge in edges[unit.index]]
+        lengths.append([after - before for before, after in pairwise(inside)])
+    pieces = everyone.split(
+        [length for of_rank in zip(*lengths, strict=True) for length in of_rank]
+    )
+    for place, (part, _) in enumerate(states):
+        yield part.whole(torch.cat(pieces[place :: len(states)]))
 
 
 def slice_states(
@@ -171,8 +212,11 @@ def slice_states(
     of_numbers = states_of_numbers(made)
 
     def own(part: OwnedParameter, key: str, value: Any) -> Any:
-        if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
-            value = value.reshape(-1)[part.in_parameter]
+        whole = is_elementwise(key, value, part.shape, of_numbers)
+        if part.is_complex:  # Only states with a value for each element are complex.
+            whole = isinstance(value, torch.Tensor) and value.is_complex()
+        if whole and part.gives_parts:
+            value = real_numbers(value)[part.in_parameter].view(part.tensor.shape)
         # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.
         return copy.deepcopy(value)
 

@@ -17,6 +17,7 @@ from mpishard.base import Array, ShardingError, ShardLayout
 from mpishard.communication import CommunicationBackend, called_as
 from mpishard.models import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
+from mpishard.torch.complex_parameters import from_real_numbers
 from mpishard.torch.gradients import GradientPart
 
 StateDict: TypeAlias = dict[str, Any]
@@ -173,7 +174,9 @@ class OwnedParameter(StoredParameter):
         Flat range that this rank updates. Under DDP it is the whole parameter.
     tensor : torch.nn.Parameter
         Values of the range, in the store's memory, of shape (stop - start,); under DDP of the
-        parameter's shape. Optimizers of PyTorch are given this tensor.
+        entry's shape. Optimizers of PyTorch are given this tensor.
+    shape, is_complex
+        Shape of the user's parameter, and True if it has pairs of the range's numbers.
     has_assigned_gradient : bool
         True if the user has assigned a gradient since the last step. Under DDP the next step
         compares the ranks'.
@@ -187,6 +190,7 @@ class OwnedParameter(StoredParameter):
     ) -> None:
         super().__init__("mpishard.torch", owner.parameters, index, entry, unit, parameter)
         self.owner = owner
+        self.shape, self.is_complex = tuple(parameter.shape), parameter.is_complex()
         self.start, self.stop = entry.start, entry.stop
         if owner.shards_state:
             backend = owner.backend
@@ -205,19 +209,28 @@ class OwnedParameter(StoredParameter):
         """Slice of the flattened parameter that the range covers."""
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
+    @property
+    def gives_parts(self) -> bool:
+        """True if the ``grad`` of `tensor` is a `GradientPart`, unlike the parameter's gradient."""
+        return self.owner.shards_state or self.is_complex  # type: ignore[no-any-return]
+
+    def whole(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return all real numbers of the parameter, or of a state, in the parameter's shape."""
+        return from_real_numbers(numbers, self.shape, is_complex=self.is_complex)
+
     def as_gradient(self, values: torch.Tensor, *, is_local: bool = False) -> Any:
         """Return a new tensor in the memory of ``values``, to be the ``grad`` of `tensor`.
 
         If ``is_local`` is True, it is not reduced over the ranks yet.
         """
-        if not self.owner.shards_state:
+        if not self.gives_parts:
             return values.as_subclass(torch.Tensor)
-        return GradientPart.of(self, values, is_local=is_local)
+        return GradientPart.of(self, values, is_local=is_local and self.owner.shards_state)
 
     def restore_gradient(self) -> None:
         """Make ``grad`` of `tensor`, which an optimizer has read as a plain tensor, a part."""
         gradient = self.tensor.grad
-        if type(gradient) is torch.Tensor and self.owner.shards_state:
+        if type(gradient) is torch.Tensor and self.gives_parts:
             if "_reference" in vars(gradient):
                 gradient.__class__ = GradientPart
             else:
@@ -231,18 +244,24 @@ class OwnedParameter(StoredParameter):
         Raises
         ------
         ShardingError
-            If it has not the parameter's shape or, on every rank, ranks assign different values.
+            If it has not the parameter's shape, or is complex and the parameter is not. On every
+            rank, if ranks assign different values.
         """
         entry, owner = self.entry, self.owner
-        if value.shape != entry.shape:
+        if value.shape != self.shape or (value.is_complex() and not self.is_complex):
+            kind = "a complex tensor" if value.is_complex() else "a tensor"
             raise ShardingError(
-                f"the gradient of {entry.name!r} has shape {tuple(entry.shape)}; got a tensor of "
-                f"shape {tuple(value.shape)}"
+                f"the gradient of {entry.name!r} has shape {self.shape}; got {kind} of shape "
+                f"{tuple(value.shape)}"
             )
-        if not owner.shards_state or (isinstance(value, GradientPart) and value._owned is self):
+        if not self.gives_parts or (isinstance(value, GradientPart) and value._owned is self):
             return value
         value = value.full_tensor() if isinstance(value, GradientPart) else value.detach()
-        values = torch.empty(entry.shape, dtype=self.tensor.dtype).copy_(value).view(-1)
+        numbers = torch.empty(entry.shape, dtype=self.tensor.dtype)
+        self.whole(numbers).copy_(value)
+        if not owner.shards_state:
+            return GradientPart.of(self, numbers)
+        values = numbers.view(-1)
         require_equal(
             checksum(values), owner.backend, owner.layout.subjects[self.unit.index],
             f"the ranks assign different values to the gradient of {entry.name!r}, of which each "
@@ -323,7 +342,7 @@ def set_differently(name: str) -> str:
 def checksum(value: object) -> int:
     """Return a checksum of a tensor's values, or of another argument of a method."""
     if isinstance(value, torch.Tensor):
-        values = torch.Tensor.detach(value).contiguous().reshape(-1)
+        values = torch.Tensor.detach(value).resolve_conj().contiguous().reshape(-1)
         return zlib.crc32(values.view(torch.uint8).numpy().data)
     return zlib.crc32(repr(value).encode())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,12 @@ from mpishard.communication import CommunicationBackend, called_as
 from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
 from mpishard.torch.buffers import Buffers, is_plain, modules_of, some
+from mpishard.torch.complex_parameters import (
+    complex_aligned,
+    from_real_numbers,
+    real_numbers,
+    real_shape,
+)
 from mpishard.torch.parameters import PlacedParameter, StoredParameter, native_gradient
 
 
@@ -33,7 +39,7 @@ class PlacedModule:
     ----------
     entries : tuple of ParameterEntry
         Name, shape and start of each parameter in the vector. A shared parameter has the first of
-        its names.
+        its names, and a complex one the shape of its pairs of real numbers.
     parameters : list of torch.nn.Parameter
         The parameter of each entry.
     places : list of (torch.nn.Module, str)
@@ -52,9 +58,9 @@ class PlacedModule:
     def __init__(self, module: torch.nn.Module) -> None:
         _check(module)
         self.module = module
-        first = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
-        entries, start = [], 0
-        self.places: list[tuple[torch.nn.Module, str]] = []
+        trained = next(p for p in module.parameters() if p.requires_grad and p.numel())
+        first = trained.dtype.to_real()
+        found: dict[str, tuple[torch.nn.Module, str]] = {}
         seen = set()
         for prefix, inner in module.named_modules():
             for name, parameter in inner._parameters.items():
@@ -63,14 +69,18 @@ class PlacedModule:
                     continue
                 seen.add(id(parameter))
                 # The vector has one dtype. Frozen parameters of another one stay outside.
-                if parameter.dtype != first or not parameter.numel():
+                if parameter.dtype.to_real() != first or not parameter.numel():
                     continue
-                full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
-                entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
-                self.places.append((inner, name))
-                start += parameter.numel()
+                found[f"{prefix}.{name}" if prefix else name] = inner, name
+        parameters = {full: inner._parameters[name] for full, (inner, name) in found.items()}
+        entries, start = [], 0
+        for full_name, parameter in complex_aligned(parameters).items():
+            shape, is_trained = real_shape(parameter), parameter.requires_grad
+            entries.append(ParameterEntry(full_name, shape, start, is_trained))
+            start = entries[-1].stop
         self.entries = tuple(entries)
-        self.parameters = [inner._parameters[name] for inner, name in self.places]
+        self.places = [found[entry.name] for entry in entries]
+        self.parameters = [parameters[entry.name] for entry in entries]
         self.dtype = np.dtype(str(first).removeprefix("torch."))
         self.buffers = Buffers(module, {id(parameter) for parameter in self.parameters})
         # `place` sets them. A move of the module, such as module.to(), gives a parameter another
@@ -85,7 +95,7 @@ class PlacedModule:
         for entry, parameter in zip(self.entries, self.parameters, strict=True):
             first, last = max(start, entry.start), min(stop, entry.stop)
             if first < last:
-                values = parameter.detach().reshape(-1).numpy()
+                values = real_numbers(parameter.detach()).numpy()
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
     def place(self, index: int, flat: torch.Tensor) -> None:
@@ -97,7 +107,8 @@ class PlacedModule:
         parameter = self.parameters[index]
         parameter.__class__ = self._kinds[index]
         vars(parameter).pop("_stored", None)
-        parameter.data = flat.view(self.entries[index].shape)
+        is_complex = parameter.is_complex()
+        parameter.data = from_real_numbers(flat, parameter.shape, is_complex=is_complex)
         self._storages[index] = _storage_of(parameter)
 
     def hold(
@@ -123,7 +134,7 @@ class PlacedModule:
     ) -> torch.utils.hooks.RemovableHandle:
         """Give each gradient of a parameter to ``take``, in place of its ``grad``.
 
-        It is a dense tensor of 32 bits or more.
+        It is a dense real tensor of 32 bits or more; of a complex parameter it has the pairs.
 
         Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
         then counts as unused by this rank, and ``take`` gets None.
@@ -145,13 +156,14 @@ class PlacedModule:
             If a parameter is complex, or neither float32 nor a frozen one of bfloat16.
         """
         named = dict(self.module.named_parameters())
-        require_real(named.items())
         kept = (torch.float32, torch.bfloat16)
         odd = [n for n, p in named.items() if p.is_floating_point() and p.dtype not in kept]
+        odd = [n for n, p in named.items() if p.is_complex()] or odd
         if odd:
+            way = "leave it out" if named[odd[0]].is_complex() else "use module.float()"
             raise ValueError(
                 f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
-                f"{type(self.module).__name__} is {named[odd[0]].dtype}: use module.float()"
+                f"{type(self.module).__name__} is {named[odd[0]].dtype}: {way}"
             )
 
     def require_placed(self) -> None:
@@ -253,7 +265,9 @@ def _check(module: torch.nn.Module) -> None:
         raise TypeError(
             "mpishard takes the module itself; call torch.compile() afterwards, or module.compile()"
         )
-    taken = [name for name, p in module.named_parameters() if isinstance(p, PlacedParameter)]
+    # One walk, because a module may have many thousands of parts.
+    parameters = [*module.named_parameters()]
+    taken = [name for name, p in parameters if isinstance(p, PlacedParameter)]
     if taken:
         raise ShardingError(
             f"parameter {taken[0]!r} is sharded already; shard a module once, and each part of "
@@ -268,7 +282,7 @@ def _check(module: torch.nn.Module) -> None:
             f"{some(rescaled)}: max_norm changes weights in forward, and each rank would change "
             "other rows. Leave it out, and scale the rows that forward has looked up"
         )
-    everything = [*module.named_parameters(), *module.named_buffers()]
+    everything = [*parameters, *module.named_buffers()]
     odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
     if odd:
         raise TypeError(f"{some(odd)} have no shape yet; call the module once on a sample first")
@@ -284,36 +298,22 @@ def _check(module: torch.nn.Module) -> None:
             f"mpishard computes with PyTorch on the CPU, and {some(odd)}; use module.cpu(), or "
             "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
         )
-    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+    trainable = [(n, p) for n, p in parameters if p.requires_grad and p.numel()]
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
-    require_real(trainable)
-    dtypes: dict[str, list[str]] = {}
+    dtypes: dict[torch.dtype, list[str]] = {}
     for name, parameter in trainable:
-        dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(name)
-    if len(dtypes) > 1 or not dtypes.keys() <= {"float32", "float64"}:
-        found = ", ".join(f"{some(names)} are {dtype}" for dtype, names in dtypes.items())
+        dtypes.setdefault(parameter.dtype, []).append(name)
+    real = {dtype.to_real() for dtype in dtypes}
+    if len(real) > 1 or not real <= {torch.float32, torch.float64}:
+        shown = [f"{some(names)} are {dtype}" for dtype, names in dtypes.items()]
+        found = ", ".join(shown).replace("torch.", "")
+        way = "use module.float() or module.double()"
+        if any(dtype.is_complex for dtype in dtypes):
+            way += ", and p.data = p.data.to(torch.complex64) or complex128 for a complex p"
         raise ValueError(
-            f"all parameters must be float32, or all float64; {found}; use module.float() or "
-            "module.double()"
-        )
-
-
-def require_real(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse complex parameters, which are given with their names.
-
-    Raises
-    ------
-    ValueError
-        If a parameter is complex.
-    """
-    odd = [name for name, parameter in parameters if parameter.is_complex()]
-    if odd:
-        raise ValueError(
-            f"parameters must be real, and {some(odd)} are complex, whose imaginary part "
-            "module.float() would drop: make the parameter p of the module "
-            "torch.nn.Parameter(torch.view_as_real(p)), and compute with torch.complex(p[..., 0], "
-            "p[..., 1]). docs/bring-a-torch-module.md has ten lines for modules of others"
+            "all parameters must be float32 (complex64), or all float64 (complex128); "
+            f"{found}; {way}"
         )
 
 
@@ -357,4 +357,5 @@ def _take_gradient(take: Callable[[torch.Tensor | None], None], parameter: torch
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.float() if gradient.itemsize == 2 else gradient
         gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient = real_numbers(gradient) if gradient.is_complex() else gradient
     take(gradient)

@@ -320,7 +320,8 @@ def shard(
     Parameters
     ----------
     module : torch.nn.Module
-        Module on the CPU, whose trained parameters are all float32, or all float64.
+        Module on the CPU, whose trained parameters are all float32 (complex64), or all float64
+        (complex128).
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         The arrays that are divided over the ranks: none; the optimizer's state; also gradients;
         also parameters (zero3 is fsdp). On one node fsdp has one copy of the parameters, as zero1

@@ -646,8 +646,8 @@ REFUSED = {
     "two dtypes": (mixed, ValueError, r"'0.weight' and 1 more are float32, '1.weight' and 1"),
     "half": (lambda: nn.Linear(2, 2).half(), ValueError, "float16; use module.float"),
     "complex": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)), ValueError,
-        r"'1.weight' and 1 more are complex, .*torch.view_as_real\(p\).*torch.complex\(",
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex128)), ValueError,
+        r"float32 \(complex64\), .*'1.weight' and 1 more are complex128; .*torch.complex64",
     ),
     "device": (lambda: nn.Linear(2, 2, device="meta"), ValueError, "'weight on meta' and 1 more"),
     "lazy": (lambda: nn.LazyLinear(2), TypeError, "no shape yet; call the module once"),

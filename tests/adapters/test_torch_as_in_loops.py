@@ -182,6 +182,45 @@ def test_a_released_module_is_plain_again(backend: Any) -> None:
 
 
 @by_house
+@by_path
+@in_worlds(2, 3)
+def test_complex_parameters_train_as_in_one_process(backend: Any, path: str, house: Any) -> None:
+    rules, theirs = ms.optimizers, torch.optim
+    for strategy in ("ddp", "zero2", "fsdp"):
+        for rule, kind, options in (
+            (rules.SGD(RATE, 0.9), theirs.SGD, {"lr": RATE, "momentum": 0.9}),
+            (rules.AdamW(1e-3, weight_decay=0.1), theirs.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+        ):
+            made = start(house, backend, strategy, nets.make(nets.fourier), rule)
+            alone = nets.make(nets.fourier)
+            optimizer = kind(alone.parameters(), **options)
+            for _ in range(3):
+                made.step()
+                optimizer.zero_grad()
+                squared(alone(nets.batch("mlp")[0]), nets.batch("mlp")[1]).backward()
+                optimizer.step()
+            decay_of_complex_numbers(made.module)
+            decay_of_complex_numbers(alone)
+            assert nets.difference(made.module, alone.state_dict()) < 1e-12
+            backend.barrier()
+    if house is Model:
+        with made.model.unsharded() as plain:
+            vector = np.concatenate([[0.0], plain.get_parameters()])[1:]  # not aligned
+            for one in (plain, plain.with_parameters(vector)):
+                assert nets.difference(one.module, alone.state_dict()) < 1e-12
+        waves = nn.Linear(2, 2)
+        waves.register_forward_hook(lambda _module, _inputs, output: torch.fft.fft(output))
+        with pytest.raises(TypeError, match=r"must return real .* torch\.complex64"):
+            TorchModel(waves, squared).predict(np.ones((1, 2)))
+
+
+def decay_of_complex_numbers(module: Any) -> None:
+    with torch.no_grad():
+        module[2].weight.mul_(0.9 + 0.1j)
+        module[4].weight.data[0] += 0.01j
+
+
+@by_house
 @in_worlds(1)
 def test_a_compiled_module_is_compiled_after_it_was_given(backend: Any, house: Any) -> None:
     with pytest.raises(TypeError, match=r"takes the module itself; .* or module\.compile\(\)"):

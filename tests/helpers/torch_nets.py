@@ -111,6 +111,35 @@ def convolutions() -> Any:
     )
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, with real parameters of odd sizes, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        weight = torch.randn(width, width, 2, dtype=torch.complex128) / width
+        self.weight = nn.Parameter(weight)
+        self.shifts = nn.ParameterList([torch.randn((), dtype=torch.complex128) for _ in range(3)])
+        self.shifts[2].requires_grad_(False)
+        self.register_buffer("phase", torch.full((1,), 0.6 - 0.8j, dtype=torch.complex128))
+
+    def forward(self, x: Any) -> Any:
+        modes = torch.fft.rfft(x)
+        shift = self.phase * self.shifts[0] + self.shifts[1].abs() * self.shifts[2]
+        low = torch.einsum("bik,iok->bok", modes[..., :2], self.weight) * shift
+        return torch.fft.irfft(torch.cat([low, 0 * modes[..., 2:]], -1), n=x.shape[-1]) * self.gain
+
+
+def fourier(inside: int = 5, outside: int = 2) -> Any:
+    """Three spectral layers between linear ones; the first and the last share a weight."""
+    layers = [Spectral(3) for _ in range(3)]
+    layers[2].weight = layers[0].weight
+    first, last = nn.Linear(inside, 9), nn.Linear(9, outside)
+    return nn.Sequential(
+        first, nn.Unflatten(1, (3, 3)), layers[0], nn.Tanh(), *layers[1:], nn.Flatten(), last
+    )
+
+
 def squared(model: Any, x: Any, y: Any) -> Any:
     return nn.functional.mse_loss(model(x), y)
 

@@ -79,3 +79,26 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(backend, shared_
         mst.save(path, model, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
     with pytest.raises(FileNotFoundError):
         mst.load(shared_path / "nothing", model)
+
+
+@pytest.mark.parametrize(("together", "most"), [(1 << 26, 2), (1 << 10, 20)])
+@in_worlds(2, 3)
+def test_states_of_many_parameters_are_gathered_together(backend, monkeypatch, together, most):
+    mst.init()
+    monkeypatch.setattr("mpishard.torch.optimizer_state._TOGETHER", together)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    states = []
+    for shards in (True, False):
+        model = torch.nn.Sequential(*[nets.make(lambda: torch.nn.Linear(3, 3)) for _ in range(60)])
+        model = mst.shard(model, "zero1", minimum_unit_size=50) if shards else model
+        make = mst.optimizer if shards else lambda kind, one: kind(one.parameters())
+        optimizer = make(torch.optim.Adam, model)
+        model(x).sum().backward()
+        optimizer.step()
+        backend.traffic.reset()
+        states.append(optimizer.state_dict()["state"])
+        if shards:
+            assert 1 < backend.traffic.calls["all_gather"] <= most
+    for ours, theirs in zip(*(state.values() for state in states), strict=True):
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-12)

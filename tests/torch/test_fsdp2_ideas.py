@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -215,70 +217,66 @@ def test_memory_is_freed_with_the_model(backend, path):
     backend.barrier()
 
 
-@pytest.mark.parametrize("precision", [None, "bfloat16"])
-@in_worlds(2)
-def test_complex_parameters_are_refused_and_their_real_views_sharded(backend, precision):
-    mst.init()
-    for value, is_sent in ((torch.ones(2, dtype=torch.complex64), False), (torch.ones(2, 2), True)):
-        model = nn.Linear(2, 2)
-        model.register_buffer("phases", torch.full((2,), 1j * backend.rank))
-        model.factor = nn.Parameter(value)
-        if is_sent:
-            assert mst.shard(model, precision=precision).phases.tolist() == [0, 0]
-            continue
-        with pytest.raises(
-            ValueError, match=r"'factor' are complex.*torch\.view_as_real\(p\).*torch\.complex\("
-        ):
-            mst.shard(model, precision=precision)
-        assert model.phases.tolist() == [1j * backend.rank] * 2
-
-
-class Spectral(nn.Module):  # type: ignore[misc, name-defined]
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))  # of an odd size, before the complex one
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-        self.last = nn.Linear(5, 2)
-
-    def forward(self, x: Any) -> Any:
-        return self.last(torch.fft.irfft(self.scale * torch.fft.rfft(x) * self.weight, n=5))
-
-
-class Complex(nn.Module):  # type: ignore[misc, name-defined]
-    def forward(self, real: Any, imaginary: Any) -> Any:
-        return torch.complex(real, imaginary)
-
-    def right_inverse(self, p: Any) -> Any:
-        return p.real.clone(), p.imag.clone()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @by_path
-@in_worlds(2, 3)
-def test_two_real_parameters_train_as_a_complex_one(backend, path, strategy):
-    with nets.making:
-        torch.manual_seed(0)
-        model, alone = Spectral(), Spectral()
-    alone.load_state_dict(model.state_dict())
-    for each in (model.scale, *model.last.parameters(), alone.scale, *alone.last.parameters()):
-        each.data = each.data.double()
-    nn.utils.parametrize.register_parametrization(model, "weight", Complex())
+@in_worlds(2)
+def test_what_complex_parameters_have_not_is_refused_by_name(backend, path):
     mst.init()
-    model, (x, y) = mst.shard(model, strategy, minimum_unit_size=1), nets.batch("mlp")
-    for one, adam, clip, data in (
-        (model, mst.optimizer(torch.optim.AdamW, model, lr=1e-3), mst.clip_grad_norm_,
-         nets.mine(backend, (x, y))),
-        (alone, torch.optim.AdamW(alone.parameters(), lr=1e-3),
-         lambda one, norm: nn.utils.clip_grad_norm_(one.parameters(), norm), (x, y)),
-    ):  # fmt: skip
-        for _ in range(3):
-            adam.zero_grad()
-            nets.squared(one, *data).backward()
-            clip(one, 0.1)
-            adam.step()
+    model = nets.make(nets.fourier)
+    with pytest.raises(
+        ValueError, match=r"rounds float32 .* '2\.weight' .*complex128: leave it out"
+    ):
+        mst.shard(model, precision="bfloat16")
+    model[0].float()
+    mixed = (
+        r"float32 \(complex64\).*'0.weight' and 1 more are float32, .*p\.data\.to\(torch.complex64"
+    )
+    with pytest.raises(ValueError, match=mixed):
+        mst.shard(model)
+    model = mst.shard(nets.make(nets.fourier), "zero1", minimum_unit_size=1)
+    optimizer = mst.optimizer(torch.optim.Adam, model)
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    with pytest.raises(ValueError, match=r"norm_type must be 2 .*'2\.weight', .* got inf"):
+        mst.clip_grad_norm_(model, 1.0, float("inf"))
+    with pytest.raises(ShardingError, match=r"'0\.bias' has shape \(9,\); got a complex tensor"):
+        model[0].bias.grad = torch.ones(9, dtype=torch.complex128)
+    own = model[2].weight.grad.to_local()
+    assert not own.is_complex()
+    assert own.dim() == 1
     with torch.no_grad():
-        assert float((model.weight - alone.weight).abs().max()) < 1e-12
-        assert float((model.last.weight - alone.last.weight).abs().max()) < 1e-12
+        torch.view_as_real(model[2].weight).mul_(2.0)
+    if path == "arena":  # Each rank has made the change in the memory that they share.
+        with pytest.raises(
+            ShardingError, match=r"'2\.weight' was changed in place by an operation"
+        ):
+            optimizer.step()
+
+
+@by_path
+@in_worlds(1, 2, 3)
+def test_copies_and_files_of_complex_parameters(backend, path, shared_path):
+    mst.init()
+    module = nets.make(nets.fourier)
+    module[4].weight = nn.Parameter(module[4].weight.detach().conj())  # a view with a mark
+    first = mst.shard(module, "fsdp", minimum_unit_size=1)
+    optimizer = mst.optimizer(torch.optim.Adam, first)
+    nets.squared(first, *nets.mine(backend, nets.batch("mlp"))).backward()
+    optimizer.step()
+    mst.save(shared_path / "run", first, optimizer)
+    expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(first, file)
+    file.seek(0)
+    copies = [torch.load(file, weights_only=False), copy.deepcopy(first)]
+    for strategy in ("ddp", "zero2", "fsdp"):
+        model = mst.shard(nets.make(nets.fourier), strategy, minimum_unit_size=100)
+        other = mst.optimizer(torch.optim.Adam, model)
+        mst.load(shared_path / "run", model, other)
+        found, saved = (o.state_dict()["state"][1]["exp_avg_sq"] for o in (other, optimizer))
+        assert torch.equal(found, saved)
+        copies.append(model)
+    for one in copies:
+        assert nets.difference(one, expected) == 0
+        assert all(p.is_complex() == expected[n].is_complex() for n, p in one.named_parameters())
 
 
 @in_worlds(1)

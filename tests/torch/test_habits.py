@@ -343,10 +343,65 @@ def weights_drawn_by_hand(kit: Kit) -> Any:
     return trained(kit, model, kit.optimizer(torch.optim.Adam, model, lr=1e-2))
 
 
+def a_fourier_operator(kit: Kit) -> Any:
+    """Complex parameters: three optimizers, clipping, groups and a checkpoint."""
+    models = []
+    for kind, options in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    ):
+        model = kit.shard(nets.make(lambda: nets.fourier(3, 1)))
+        weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 2]
+        others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 2]
+        groups = [{"params": weights, **options, "lr": 2e-2}, {"params": others}]
+        optimizer = kit.optimizer(kind, groups, **options)
+        trained(kit, model, optimizer)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = copy.deepcopy(state)
+        trained(kit, model, optimizer, 1)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        for _ in range(2):
+            trained(kit, model, optimizer, 1)
+            kit.clip(model, 1e-3)
+            optimizer.step()
+        models.append(copy.deepcopy(model))
+        found = optimizer.state_dict()["state"].values()
+        moments = [v for state in found for v in state.values() if isinstance(v, torch.Tensor)]
+        models.append(nn.ParameterList([nn.Parameter(v.detach(), False) for v in moments]))
+    return nn.ModuleList(models)
+
+
+def complex_numbers_by_hand(kit: Kit) -> Any:
+    """Initialisation after ``shard``, and statistics and updates by ``p.grad``."""
+    model = kit.shard(nets.make(lambda: nets.fourier(3, 1)))
+    weight = model[2].weight
+    with torch.no_grad():
+        weight.mul_(1 - 1j)
+        weight[0] = 0.1j
+        model[4].weight.data += weight.conj() / 7
+        weight.data[1].mul_(0.5j)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        functional.mse_loss(model(kit.own(X)), kit.own(Y)).backward()
+        weight.grad *= 1j
+        weight.grad[0, 1] = 0.2 + 0.1j
+        model[4].weight.grad = weight.grad.conj() + model[4].weight.grad
+        found += [weight.grad.norm(), weight.grad.angle().sum(), weight.grad.sum().real]
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+    return model, torch.stack(found)
+
+
 WORK: list[Callable[[Kit], Any]] = [
     a_loss_that_is_a_sum, a_closure, rank_zero_saves, groups_clipping_and_a_schedule, schedulers,
     two_networks, a_gradient_penalty, a_target_network, an_average_of_the_parameters,
     the_best_model, fine_tuning, tied_weights_and_recomputation, weights_drawn_by_hand,
+    a_fourier_operator, complex_numbers_by_hand,
 ]  # fmt: skip
 WHOLE = [lbfgs, sharpness_aware]  # look at all parameters together
 PATHS = ["arena", "messages"]
