@@ -19,7 +19,8 @@ are a sample in which every two values meet that meet in any row.
 
 Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
 worlds of 5 and more. If there are more than 2 rows, they also run a third in its smaller worlds, of
-the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4. A test
+the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4, and so
+are other rows that MPI ranks run, if threads have another row of the test on several ranks. A test
 of more than 2 rows in one world is divided: of three rows each MPI world runs one, another one for
 2, 3 and 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of the rest, 3 or 4 ranks
 run a sixth. Of a test for MPI alone that has several rows, 2 ranks run all, 3 and 4 each other. The
@@ -37,6 +38,7 @@ and is shown by rank 0, the only one whose output is printed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import hashlib
@@ -65,9 +67,15 @@ from mpishard.base.devices import Device, load_cupy
 from mpishard.cli.machine import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.errors import DeviceUnavailableError, PeerError
+from mpishard.errors import CommunicationError, DeviceUnavailableError, PeerError
 
 _VERDICT_BYTES = 8192
+_USERS_OF_WORLDS = {
+    "callbacks", "checkpoint", "data", "models", "nn", "optimizers", "pipeline", "tensor",
+}  # fmt: skip
+"""Rooms whose tests share the worlds of MPI ranks: to enter one takes longer than many a test."""
+_RENEWED_EVERY = 50
+"""Tests after which a world is left and entered anew."""
 
 # A shell that starts the tests in the background has them, and all that they start, ignore these.
 for _number, _handler in (
@@ -124,6 +132,7 @@ class Verdicts:
         self.rank = self.comm.Get_rank()
         self.world_size = self.comm.Get_size()
         self.backend = None
+        self._kept, self._settings, self._tests = {}, None, 0
 
     def exchange(self, verdict: str) -> list[str]:
         """Every rank's verdict; empty where all is well."""
@@ -139,15 +148,40 @@ class Verdicts:
                 time.sleep(0.001)
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_ranks]
 
+    def enter(self, *, anew: bool) -> MPICommunicationBackend:
+        """An initialised backend of the settings that are in force."""
+        found = sorted((k, v) for k, v in os.environ.items() if k.startswith("MPISHARD_"))
+        self._settings = None if anew else tuple(found)
+        self._tests += 1
+        self.backend = self._kept.pop(self._settings, None)
+        # Anew from time to time, because a backend remembers its groups until its end.
+        if self.backend is not None and self._tests % _RENEWED_EVERY == 0:
+            self.backend.shutdown()
+            self.backend = None
+        if self.backend is None:
+            self.backend = MPICommunicationBackend(self.mpi.COMM_WORLD)
+            self.backend.initialize()
+        return self.backend
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End the world of the test, or keep it for later tests if it is well on all ranks."""
+        backend, self.backend = self.backend, None
+        if self._settings is not None and error is None:
+            # A rank that failed, or whose world is broken, leaves instead, and that is raised here.
+            with contextlib.suppress(CommunicationError):
+                backend.barrier()
+                self._kept[self._settings] = backend
+                return
+        # A rank that failed leaves; those that wait for it are told and fail too.
+        backend.shutdown()
+
     def settle(self, error: BaseException | None) -> None:
         """End the test on all ranks, and raise where it failed on another."""
         # The time limit was for the test; what follows waits for ranks with limits of their own.
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             if self.backend is not None:
-                # A rank that failed leaves; those that wait for it are told and fail too.
-                self.backend.shutdown()
-                self.backend = None
+                self._leave(error)
             skipped = error is None or isinstance(error, pytest.skip.Exception)
             text = "" if skipped else _brief(error)
             verdicts = self.exchange(text)
@@ -461,7 +495,17 @@ _SMALL, _FEW = 4, 2
 
 
 def _select_worlds(config, items):
-    """Thread-ranks run all rows of a test in one world, and of many rows a third in the others."""
+    """Thread-ranks run all rows of a test in one world, and of many rows a third in the others.
+
+    What MPI ranks run is left to them, but for one row of a test on several ranks.
+    """
+    of_mpi = [RowSelection(items, world_size) for world_size in (2, 3, 4)]
+    is_mpis = [
+        item.get_closest_marker("in_worlds") is not None
+        and item.originalname != "test_conformance"
+        and any(selection.has(item) for selection in of_mpi)
+        for item in items
+    ]
     rows_of = collections.defaultdict(lambda: collections.defaultdict(set))
     for item in items:
         if item.get_closest_marker("in_worlds"):
@@ -472,10 +516,10 @@ def _select_worlds(config, items):
         is_mine = True
         if item.get_closest_marker("in_worlds"):
             (world_size, row), worlds = _row(item), rows_of[_function(item)]
-            under_mpi = item.originalname not in _WHOLE and not (
+            is_shared = item.originalname not in _WHOLE and not (
                 item.get_closest_marker("threads_alone")
             )
-            if world_size == 2 and worlds.keys() & {3, 4} and under_mpi:
+            if world_size == 2 and worlds.keys() & {3, 4} and is_shared:
                 is_mine = False
             elif _is_for_threads(item.originalname, world_size, row, worlds):
                 number = numbers[_function(item), world_size]
@@ -483,6 +527,15 @@ def _select_worlds(config, items):
                 # Another third in each of the small worlds, and in worlds of 6, 7 and 8.
                 is_mine = (number + world_size * (world_size != 5)) % 3 == 0
         is_kept.append(is_mine)
+    on_ranks = collections.Counter(
+        _function(item)
+        for item, kept in zip(items, is_kept, strict=True)
+        if kept and item.get_closest_marker("in_worlds") and _row(item)[0] > 1
+    )
+    for place, item in enumerate(items):
+        if is_kept[place] and is_mpis[place] and on_ranks[_function(item)] > 1:
+            is_kept[place] = False
+            on_ranks[_function(item)] -= 1
     _keep(config, items, is_kept)
 
 
@@ -563,13 +616,11 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def backend(request):
-    """The MPI backend of one test."""
+    """The MPI backend of a test: one of its own, or in rooms that only use it, of many tests."""
     verdicts = request.config.stash.get(_verdicts_key, None)
     if verdicts is None:
         pytest.skip("needs mpiexec -n N python -m pytest --with-mpi")
-    verdicts.backend = MPICommunicationBackend(verdicts.mpi.COMM_WORLD)
-    verdicts.backend.initialize()
-    return verdicts.backend
+    return verdicts.enter(anew=request.path.parent.name not in _USERS_OF_WORLDS)
 
 
 _PATHS = {

@@ -148,7 +148,7 @@ def resumed(saved: Any) -> Any:
     return functools.cache(lambda name: train(name, seed=5, resume=saved(name, "adam")))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name[0] == "("])
+@pytest.mark.parametrize("name", ["(2,2,1)", "(2,1,2) fsdp", "(2,1,1) zb-v"])
 def test_on_the_same_mesh_to_the_bit(resumed: Any, name: str) -> None:
     losses, parameters, best = train(name)
     again = resumed(name)
