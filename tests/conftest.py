@@ -23,7 +23,7 @@ the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has o
 are other rows that MPI ranks run, if threads have another row of the test on several ranks. A test
 of more than 2 rows in one world is divided: of three rows each MPI world runs one, another one for
 2, 3 and 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of the rest, 3 or 4 ranks
-run a sixth. Of a test for MPI alone that has several rows, 2 ranks run all, 3 and 4 each other. The
+run a sixth. Of the rows of tests for MPI alone, 2 ranks run all, 3 and 4 each other. The
 conformance suite and the equality of training are whole in all these worlds, and ``scripts/test.sh
 --full`` runs everything.
 
@@ -161,6 +161,7 @@ class Verdicts:
         if self.backend is None:
             self.backend = MPICommunicationBackend(self.mpi.COMM_WORLD)
             self.backend.initialize()
+        self.backend.traffic.reset()
         return self.backend
 
     def _leave(self, error: BaseException | None) -> None:
@@ -430,7 +431,6 @@ class RowSelection:
         self.rows = collections.Counter()
         self.large = collections.Counter()
         self.row_counts = collections.Counter()
-        self.rows_of_mpi = collections.Counter()
         self.large_worlds = collections.defaultdict(set)
         for item in items:
             if item.get_closest_marker("in_worlds"):
@@ -438,8 +438,6 @@ class RowSelection:
                 self.row_counts[_function(item)] += size == world_size
                 if 2 < size < 5:
                     self.large_worlds[_function(item)].add(size)
-            elif item.get_closest_marker("mpi"):
-                self.rows_of_mpi[_function(item)] += 1
 
     def has(self, item) -> bool:
         if item.callspec.params["world_size"] != self.world_size:
@@ -459,12 +457,13 @@ class RowSelection:
 
     def has_turn(self, item) -> bool:
         """Whether this world runs a test that is for MPI alone: 3 and 4 ranks take turns."""
-        if self.rows_of_mpi[_function(item)] < 2 or self.world_size < 3 or _is_full:
+        if item.get_closest_marker("in_worlds") or self.world_size < 3 or _is_full:
             return True
         number = self.rows[_function(item)]
         self.rows[_function(item)] += 1
         # A shift after each two: else a parameter of two values would have one in a world.
-        return (number + number // 2) % 2 == self.world_size % 2
+        first = zlib.crc32(item.originalname.encode())
+        return (first + number + number // 2) % 2 == self.world_size % 2
 
     def _has_of_large(self, item) -> bool:
         """More ranks than cores are slow: a sixth of the rows, on 3 ranks or on 4.

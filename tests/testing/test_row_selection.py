@@ -168,7 +168,7 @@ def test_worlds_of_three_and_four_mpi_ranks_take_turns(conftest):
     for mine in (three, four):
         assert {kind for kind, _ in mine} == set("abc")
         assert {node for _, node in mine} == set("12")
-    assert rows(4, count=1) == rows(3, count=1) == rows(2, count=1)
+    assert sorted(rows(4, count=1) + rows(3, count=1)) == rows(2, count=1)
 
 
 def test_full_runs_all_rows(conftest, monkeypatch):
