@@ -75,7 +75,7 @@ _USERS_OF_WORLDS = {
 }  # fmt: skip
 """Rooms whose tests share the worlds of MPI ranks: to enter one takes longer than many a test."""
 _RENEWED_EVERY = 50
-"""Tests after which a world is left and entered anew."""
+"""Tests after which all worlds are left and entered anew."""
 
 # A shell that starts the tests in the background has them, and all that they start, ignore these.
 for _number, _handler in (
@@ -132,7 +132,9 @@ class Verdicts:
         self.rank = self.comm.Get_rank()
         self.world_size = self.comm.Get_size()
         self.backend = None
-        self._kept, self._settings, self._tests = {}, None, 0
+        self._kept = {}  # the worlds for later tests, by the settings under which they began
+        self._settings = None  # of the world of this test, if it may be kept
+        self._entered = 0
 
     def exchange(self, verdict: str) -> list[str]:
         """Every rank's verdict; empty where all is well."""
@@ -149,20 +151,24 @@ class Verdicts:
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_ranks]
 
     def enter(self, *, anew: bool) -> MPICommunicationBackend:
-        """An initialised backend of the settings that are in force."""
+        """An initialised backend under the settings in force, of this test alone if ``anew``."""
         found = sorted((k, v) for k, v in os.environ.items() if k.startswith("MPISHARD_"))
         self._settings = None if anew else tuple(found)
-        self._tests += 1
+        self._entered += 1
+        if self._entered % _RENEWED_EVERY == 0:  # worlds remember their groups
+            self.close()
         self.backend = self._kept.pop(self._settings, None)
-        # Anew from time to time, because a backend remembers its groups until its end.
-        if self.backend is not None and self._tests % _RENEWED_EVERY == 0:
-            self.backend.shutdown()
-            self.backend = None
         if self.backend is None:
             self.backend = MPICommunicationBackend(self.mpi.COMM_WORLD)
             self.backend.initialize()
         self.backend.traffic.reset()
         return self.backend
+
+    def close(self) -> None:
+        """Leave the worlds that were kept."""
+        for backend in self._kept.values():
+            backend.shutdown()
+        self._kept.clear()
 
     def _leave(self, error: BaseException | None) -> None:
         """End the world of the test, or keep it for later tests if it is well on all ranks."""
@@ -568,6 +574,12 @@ def pytest_collection_finish(session):
         print(f"rank {verdicts.rank} collected other tests than the others do, or failed to")
         time.sleep(0.3)
         verdicts.mpi.COMM_WORLD.Abort(settings.EXIT_FAILURE)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    verdicts = session.config.stash.get(_verdicts_key, None)
+    if verdicts is not None and exitstatus != pytest.ExitCode.INTERRUPTED:
+        verdicts.close()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -33,7 +33,6 @@ MESHES = {
 CASES = [(world, mesh) for world, given in MESHES.items() for mesh in given]
 # One replica sends nothing along the data axis.
 WITH_DATA = [(world, mesh) for world, mesh in CASES if IS_FULL or mesh[2] > 1 or mesh == (2, 2, 1)]
-by_mesh = pytest.mark.parametrize(("world_size", "mesh"), CASES)
 
 
 def build(
