@@ -91,7 +91,7 @@ def test_a_host_whose_processes_are_all_killed_is_named(hosts, python):
 
 
 def test_a_lost_host_is_named(hosts):
-    with running(hosts, MPICH, "-n", 2, MPISHARD_HOST_TIMEOUT="3") as job:
+    with running(hosts, MPICH, "-n", 2, MPISHARD_HOST_TIMEOUT="5") as job:
         hosts.call("cable", 2, "down")
         code = job.end(15)
         assert code not in (0, None), job.out
