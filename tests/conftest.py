@@ -118,7 +118,7 @@ def pytest_xdist_auto_num_workers(config):
 
     Each process also computes anew what its tests compare with.
     """
-    share = 5 if config.getoption("markexpr") == "spawned" else 1
+    share = 4 if config.getoption("markexpr") == "spawned" else 1
     return min(share * usable_cores(), 12)
 
 
