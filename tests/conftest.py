@@ -11,7 +11,7 @@ How to write a test that needs several ranks, once, for both::
 ``pytest`` runs it on thread-ranks in worlds of these sizes. ``mpiexec -n 3 python -m pytest
 --with-mpi -m mpi tests`` runs it on three processes, and leaves out the other sizes and every
 test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and takes the fixture
-``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
+``backend``: an initialised `MPICommunicationBackend`, of its own but for rooms that only use one.
 ``shared_path`` is one temporary folder that all ranks see.
 
 Of a test with three parameters or more, of which the size of the world is one, the rows that run
