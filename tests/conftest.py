@@ -11,7 +11,7 @@ How to write a test that needs several ranks, once, for both::
 ``pytest`` runs it on thread-ranks in worlds of these sizes. ``mpiexec -n 3 python -m pytest
 --with-mpi -m mpi tests`` runs it on three processes, and leaves out the other sizes and every
 test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and takes the fixture
-``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
+``backend``: an initialised `MPICommunicationBackend`, of its own but for rooms that only use one.
 ``shared_path`` is one temporary folder that all ranks see.
 
 Of a test with three parameters or more, of which the size of the world is one, the rows that run
@@ -19,10 +19,11 @@ are a sample in which every two values meet that meet in any row.
 
 Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
 worlds of 5 and more. If there are more than 2 rows, they also run a third in its smaller worlds, of
-the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4. A test
+the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4, and so
+are other rows that MPI ranks run, if threads have another row of the test on several ranks. A test
 of more than 2 rows in one world is divided: of three rows each MPI world runs one, another one for
 2, 3 and 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of the rest, 3 or 4 ranks
-run a sixth. Of a test for MPI alone that has several rows, 2 ranks run all, 3 and 4 each other. The
+run a sixth. Of the rows of tests for MPI alone, 2 ranks run all, 3 and 4 each other. The
 conformance suite and the equality of training are whole in all these worlds, and ``scripts/test.sh
 --full`` runs everything.
 
@@ -37,6 +38,7 @@ and is shown by rank 0, the only one whose output is printed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import hashlib
@@ -65,9 +67,15 @@ from mpishard.base.devices import Device, load_cupy
 from mpishard.cli.machine import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.errors import DeviceUnavailableError, PeerError
+from mpishard.errors import CommunicationError, DeviceUnavailableError, PeerError
 
 _VERDICT_BYTES = 8192
+_USERS_OF_WORLDS = {
+    "callbacks", "checkpoint", "data", "models", "nn", "optimizers", "pipeline", "tensor",
+}  # fmt: skip
+"""Rooms whose tests share the worlds of MPI ranks: to enter one takes longer than many a test."""
+_RENEWED_EVERY = 50
+"""Tests after which all worlds are left and entered anew."""
 
 # A shell that starts the tests in the background has them, and all that they start, ignore these.
 for _number, _handler in (
@@ -124,6 +132,9 @@ class Verdicts:
         self.rank = self.comm.Get_rank()
         self.world_size = self.comm.Get_size()
         self.backend = None
+        self._kept = {}  # the worlds for later tests, by the settings under which they began
+        self._settings = None  # of the world of this test, if it may be kept
+        self._entered = 0
 
     def exchange(self, verdict: str) -> list[str]:
         """Every rank's verdict; empty where all is well."""
@@ -139,15 +150,45 @@ class Verdicts:
                 time.sleep(0.001)
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_ranks]
 
+    def enter(self, *, anew: bool) -> MPICommunicationBackend:
+        """An initialised backend under the settings in force, of this test alone if ``anew``."""
+        found = sorted((k, v) for k, v in os.environ.items() if k.startswith("MPISHARD_"))
+        self._settings = None if anew else tuple(found)
+        self._entered += 1
+        if self._entered % _RENEWED_EVERY == 0:  # worlds remember their groups
+            self.close()
+        self.backend = self._kept.pop(self._settings, None)
+        if self.backend is None:
+            self.backend = MPICommunicationBackend(self.mpi.COMM_WORLD)
+            self.backend.initialize()
+        self.backend.traffic.reset()
+        return self.backend
+
+    def close(self) -> None:
+        """Leave the worlds that were kept."""
+        for backend in self._kept.values():
+            backend.shutdown()
+        self._kept.clear()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End the world of the test, or keep it for later tests if it is well on all ranks."""
+        backend, self.backend = self.backend, None
+        if self._settings is not None and error is None:
+            # A rank that failed, or whose world is broken, leaves instead, and that is raised here.
+            with contextlib.suppress(CommunicationError):
+                backend.barrier()
+                self._kept[self._settings] = backend
+                return
+        # A rank that failed leaves; those that wait for it are told and fail too.
+        backend.shutdown()
+
     def settle(self, error: BaseException | None) -> None:
         """End the test on all ranks, and raise where it failed on another."""
         # The time limit was for the test; what follows waits for ranks with limits of their own.
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             if self.backend is not None:
-                # A rank that failed leaves; those that wait for it are told and fail too.
-                self.backend.shutdown()
-                self.backend = None
+                self._leave(error)
             skipped = error is None or isinstance(error, pytest.skip.Exception)
             text = "" if skipped else _brief(error)
             verdicts = self.exchange(text)
@@ -396,7 +437,6 @@ class RowSelection:
         self.rows = collections.Counter()
         self.large = collections.Counter()
         self.row_counts = collections.Counter()
-        self.rows_of_mpi = collections.Counter()
         self.large_worlds = collections.defaultdict(set)
         for item in items:
             if item.get_closest_marker("in_worlds"):
@@ -404,8 +444,6 @@ class RowSelection:
                 self.row_counts[_function(item)] += size == world_size
                 if 2 < size < 5:
                     self.large_worlds[_function(item)].add(size)
-            elif item.get_closest_marker("mpi"):
-                self.rows_of_mpi[_function(item)] += 1
 
     def has(self, item) -> bool:
         if item.callspec.params["world_size"] != self.world_size:
@@ -425,12 +463,13 @@ class RowSelection:
 
     def has_turn(self, item) -> bool:
         """Whether this world runs a test that is for MPI alone: 3 and 4 ranks take turns."""
-        if self.rows_of_mpi[_function(item)] < 2 or self.world_size < 3 or _is_full:
+        if item.get_closest_marker("in_worlds") or self.world_size < 3 or _is_full:
             return True
         number = self.rows[_function(item)]
         self.rows[_function(item)] += 1
         # A shift after each two: else a parameter of two values would have one in a world.
-        return (number + number // 2) % 2 == self.world_size % 2
+        first = zlib.crc32(item.originalname.encode())
+        return (first + number + number // 2) % 2 == self.world_size % 2
 
     def _has_of_large(self, item) -> bool:
         """More ranks than cores are slow: a sixth of the rows, on 3 ranks or on 4.
@@ -461,7 +500,17 @@ _SMALL, _FEW = 4, 2
 
 
 def _select_worlds(config, items):
-    """Thread-ranks run all rows of a test in one world, and of many rows a third in the others."""
+    """Thread-ranks run all rows of a test in one world, and of many rows a third in the others.
+
+    What MPI ranks run is left to them, but for one row of a test on several ranks.
+    """
+    of_mpi = [RowSelection(items, world_size) for world_size in (2, 3, 4)]
+    is_mpis = [
+        item.get_closest_marker("in_worlds") is not None
+        and item.originalname != "test_conformance"
+        and any(selection.has(item) for selection in of_mpi)
+        for item in items
+    ]
     rows_of = collections.defaultdict(lambda: collections.defaultdict(set))
     for item in items:
         if item.get_closest_marker("in_worlds"):
@@ -472,10 +521,10 @@ def _select_worlds(config, items):
         is_mine = True
         if item.get_closest_marker("in_worlds"):
             (world_size, row), worlds = _row(item), rows_of[_function(item)]
-            under_mpi = item.originalname not in _WHOLE and not (
+            is_shared = item.originalname not in _WHOLE and not (
                 item.get_closest_marker("threads_alone")
             )
-            if world_size == 2 and worlds.keys() & {3, 4} and under_mpi:
+            if world_size == 2 and worlds.keys() & {3, 4} and is_shared:
                 is_mine = False
             elif _is_for_threads(item.originalname, world_size, row, worlds):
                 number = numbers[_function(item), world_size]
@@ -483,6 +532,15 @@ def _select_worlds(config, items):
                 # Another third in each of the small worlds, and in worlds of 6, 7 and 8.
                 is_mine = (number + world_size * (world_size != 5)) % 3 == 0
         is_kept.append(is_mine)
+    on_ranks = collections.Counter(
+        _function(item)
+        for item, kept in zip(items, is_kept, strict=True)
+        if kept and item.get_closest_marker("in_worlds") and _row(item)[0] > 1
+    )
+    for place, item in enumerate(items):
+        if is_kept[place] and is_mpis[place] and on_ranks[_function(item)] > 1:
+            is_kept[place] = False
+            on_ranks[_function(item)] -= 1
     _keep(config, items, is_kept)
 
 
@@ -516,6 +574,12 @@ def pytest_collection_finish(session):
         print(f"rank {verdicts.rank} collected other tests than the others do, or failed to")
         time.sleep(0.3)
         verdicts.mpi.COMM_WORLD.Abort(settings.EXIT_FAILURE)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    verdicts = session.config.stash.get(_verdicts_key, None)
+    if verdicts is not None and exitstatus != pytest.ExitCode.INTERRUPTED:
+        verdicts.close()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -563,13 +627,11 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def backend(request):
-    """The MPI backend of one test."""
+    """The MPI backend of a test: one of its own, or in rooms that only use it, of many tests."""
     verdicts = request.config.stash.get(_verdicts_key, None)
     if verdicts is None:
         pytest.skip("needs mpiexec -n N python -m pytest --with-mpi")
-    verdicts.backend = MPICommunicationBackend(verdicts.mpi.COMM_WORLD)
-    verdicts.backend.initialize()
-    return verdicts.backend
+    return verdicts.enter(anew=request.path.parent.name not in _USERS_OF_WORLDS)
 
 
 _PATHS = {

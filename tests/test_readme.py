@@ -34,6 +34,7 @@ ELSEWHERE = {
     ("train_sklearn", True): "tests/test_sklearn.py fits under mpiexec",
     ("train_hdf5", False): "tests/docs/test_pages.py runs it",
     ("train_hdf5", True): "tests/data/test_files.py trains from files under mpiexec",
+    ("fit_function", True): "tests/optimizers/test_minimize.py minimizes under mpiexec",
     ("train_callbacks", True): "tests/callbacks runs callbacks under mpiexec",
     ("train_3d", True): "tests/models/test_mesh_equality.py trains on meshes under mpiexec",
 }

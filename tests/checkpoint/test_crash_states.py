@@ -79,7 +79,7 @@ def test_a_crash_may_lose_any_operations_that_were_not_synced(
 ) -> None:
     """Several crashes, each of which loses operations without a sync; then a complete save."""
     recordings: dict[Any, Recording] = {}
-    count, number, crashes, kept = torture.count(200, 5000), 0, 0, 0
+    count, number, crashes, kept = torture.count(100, 5000), 0, 0, 0
     while crashes < count:
         number += 1
         dice = torture.dice(number)

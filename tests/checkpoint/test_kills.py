@@ -29,7 +29,7 @@ def _show(outcomes: Counter[str]) -> str:
 @pytest.mark.spawned
 @pytest.mark.timeout(300)
 def test_killed_processes_of_thread_ranks(tmp_path: Path, torture: Any) -> None:
-    count = torture.count(24, 950)
+    count = torture.count(12, 950)
     done = subprocess.run(
         [sys.executable, SCRIPT, "forks", tmp_path, str(count), str(torture.seed)],
         env=environment_of_a_job(),

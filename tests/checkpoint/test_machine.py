@@ -285,7 +285,7 @@ def test_random_sequences_of_saves_crashes_and_damage(
 ) -> None:
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    steps, length = torture.count(300, 5000), 25
+    steps, length = torture.count(150, 5000), 25
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(

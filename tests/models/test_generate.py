@@ -32,7 +32,7 @@ def gpt(tied: bool = False, dtype: str = "float64") -> nn.GPT:
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"schedule": "zb-v"}])
-@in_worlds(1, 2, 3, 4, 6)
+@in_worlds(1, 2, 4, 6)
 def test_every_mesh_draws_the_plain_models_tokens(backend: Any, options: Any) -> None:
     expected = gpt(tied=True).generate([3, 1, 4], 7, 0.7, seed=2, top_k=5)
     for pipeline, tensor in MESHES:
@@ -56,7 +56,7 @@ def test_data_parallel_models_draw_the_plain_models_tokens(backend: Any, model_c
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
-@in_worlds(2, 3)
+@in_worlds(2)
 def test_parameters_are_gathered_once_if_they_fit(
     backend: Any, precision: str | None, monkeypatch: Any, caplog: Any
 ) -> None:

@@ -348,7 +348,6 @@ def _is_idle(row: dict[str, Any], name: str) -> bool:
         ((2, 2, 1), "tied", {"schedule": "zb-h1", "micro_batch_count": 3}),
         ((1, 2, 2), "gpt", {"sequence_parallel": True, "data_parallel_strategy": "fsdp"}),
         ((2, 1, 2), "dropout", {"schedule": "zb-v", "checkpoint_config": RECOMPUTE["full"]}),
-        ((1, 4, 1), "conv", {}),
     ],
 )
 @in_worlds(4)

@@ -79,7 +79,7 @@ def test_a_checkpoint_of_one_mesh_loads_on_others(
         step(model, optimizer, problems, kind, 2)
         assert np.abs(model.gather_full_parameters() - after).max() < 1e-12
 
-    for shift in (2, 3, 7):
+    for shift in (3, 7):
         mesh = MESHES[(place + shift) % len(MESHES)]
         ms.run_in_threads(world(mesh), load, mesh, from_bytes=shift == 3)
 

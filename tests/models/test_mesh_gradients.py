@@ -29,9 +29,8 @@ CASES = [
     (4, (4, 1, 1), {"schedule": "looped-bfs"}),
     (8, (2, 2, 2), {"schedule": "zb-h2", "data_parallel_strategy": "fsdp"}),
 ]  # fmt: skip
-by_case = pytest.mark.parametrize(("world_size", "mesh", "options"), CASES)
 # Without those that divide the same axes as another one, but with --full.
-by_few_cases = pytest.mark.parametrize(
+by_case = pytest.mark.parametrize(
     ("world_size", "mesh", "options"),
     CASES if os.environ.get("MPISHARD_TEST_FULL") else [CASES[i] for i in (0, 3, 4, 5, 7, 9)],
 )
@@ -98,7 +97,7 @@ def test_each_data_rank_has_the_plain_gradient_of_its_batch(
     close(model.get_parameters(), theta - RATE * gradient(problems, *problems.batch("tied", 0)))
 
 
-@by_few_cases
+@by_case
 @in_worlds()
 def test_gradients_are_applied_and_the_last_one_can_be_read(
     backend: Any, problems: Any, mesh: Any, options: Any
@@ -139,7 +138,7 @@ def test_gradients_are_applied_and_the_last_one_can_be_read(
     close(model.get_parameters(), theta - RATE * g)
 
 
-@by_few_cases
+@by_case
 @in_worlds()
 def test_an_error_inside_a_round_drops_it(
     backend: Any, problems: Any, mesh: Any, options: Any
@@ -261,7 +260,7 @@ def test_frozen_parameters_stay_and_add_to_no_norm(
 # ---------------------------------------------------------------------------------------- rules
 
 
-@by_few_cases
+@by_case
 @in_worlds()
 def test_rules_see_the_models_parameters_whole(
     backend: Any, problems: Any, mesh: Any, options: Any
@@ -310,7 +309,7 @@ def test_axes_come_in_any_order(backend: Any, problems: Any, mesh: Any, order: A
         optimizer.step(model, other, other)
 
 
-@by_few_cases
+@by_case
 @in_worlds()
 def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, options: Any) -> None:
     """Each element counts once in sums of squares, and is written once to files."""
@@ -330,7 +329,7 @@ def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, opti
     assert total.tolist() == [sum(sizes), sum(sizes)]
 
 
-@by_few_cases
+@by_case
 @in_worlds()
 def test_values_are_clipped_and_rates_scheduled(
     backend: Any, problems: Any, mesh: Any, options: Any

@@ -7,6 +7,7 @@ training needs, on all ranks alike, so that nothing crashes and only the numbers
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -299,18 +300,25 @@ def kills(
 
 
 def rows(table: list[Any]) -> list[Any]:
-    return [pytest.param(*row, id="-".join([row[0].__name__, *row[1:]])) for row in table]
+    """The mutants with a rule, another one in each other row."""
+    return [
+        pytest.param(*row, rule, id="-".join([row[0].__name__, *row[1:], rule]))
+        for row, rule in zip(table, cycle(("sgd", "adamw")), strict=False)
+    ]
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
-@pytest.mark.parametrize(("mutant", "strategy", "kind"), rows(MUTANTS))
+@pytest.mark.parametrize(("mutant", "strategy", "kind", "rule"), rows(MUTANTS))
 def test_the_equality_check_finds_each_fault(
     problems: Any, monkeypatch: Patch, mutant: Any, strategy: str, kind: str, rule: str
 ) -> None:
     kills(problems, monkeypatch, mutant, strategy, kind, rule)
 
 
-@pytest.mark.parametrize(("mutant", "strategy", "kind"), rows(CLIPPING_MUTANTS))
+@pytest.mark.parametrize(
+    ("mutant", "strategy", "kind"),
+    CLIPPING_MUTANTS,
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_the_clipping_check_finds_each_fault(
     problems: Any, monkeypatch: Patch, mutant: Any, strategy: str, kind: str
 ) -> None:

@@ -48,7 +48,7 @@ def arrays_in(saved: Any) -> Iterator[np.ndarray]:
             yield from arrays_in(part)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("layer", "shape"), ROWS, ids=lambda value: type(value).__name__)
 def test_layers_know_what_they_save(layer: nn.Layer, shape: tuple[int, ...], dtype: Any) -> None:
     parameters: dict[str, Any] = {}

@@ -218,7 +218,7 @@ def test_each_data_rank_may_bring_its_own(backend: Any, name: str) -> None:
     close(found.validation_result.stats["loss"], total)
 
 
-@by_mesh
+@by_odd_meshes
 @in_worlds()
 def test_ranks_of_a_replica_must_bring_the_same(backend: Any, name: str) -> None:
     model, optimizer = build(backend, name, "sgd")

@@ -77,8 +77,8 @@ def own_values(backend, fun, theta, args=(), **arguments):
     return np.array(values), found
 
 
-@pytest.mark.parametrize("length", [2, 100, 10_000])
-@in_worlds(1, 2, 3, 4)
+@pytest.mark.parametrize("length", [2, 10_000])
+@in_worlds(1, 2, 3)
 def test_the_iterates_on_rosenbrocks_function_are_scipys(backend, length):
     expected = scipy_values(rosenbrock, far(length), maxiter=21)[:20]
     values, found = own_values(backend, rosenbrock, far(length), options={"maxiter": 21})

@@ -148,7 +148,7 @@ def resumed(saved: Any) -> Any:
     return functools.cache(lambda name: train(name, seed=5, resume=saved(name, "adam")))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name[0] == "("])
+@pytest.mark.parametrize("name", ["(2,2,1)", "(2,1,2) fsdp", "(2,1,1) zb-v"])
 def test_on_the_same_mesh_to_the_bit(resumed: Any, name: str) -> None:
     losses, parameters, best = train(name)
     again = resumed(name)
@@ -216,7 +216,7 @@ def test_stages_without_parameters_or_layers(
     close(one[0][1], parameters)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[::2])
 def test_a_checkpoint_is_read_without_ranks(
     saved: Any, resumed: Any, name: str, tmp_path: Path
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_checkpoint_is_read_without_ranks(
     np.testing.assert_array_equal(again[1], resumed(name)[1])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[1::2])
 def test_a_plain_models_file_is_loaded_and_back(name: str, tmp_path: Path) -> None:
     plain = plain_model(3)
     plain.save_model(tmp_path / "plain")

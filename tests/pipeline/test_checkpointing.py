@@ -85,8 +85,8 @@ def test_the_bits_are_those_of_kept_activations_in_tensor_slices():
         sizes = (2, 3, 1)
         expected = trained(backend, "gpt", None, sizes, **choices)
         return all(
-            trained(backend, "gpt", config, sizes, **choices) == expected
-            for config in CONFIGS.values()
+            trained(backend, "gpt", CONFIGS[name], sizes, **choices) == expected
+            for name in ("pairs", "selective")
         )
 
     assert all(run_in_threads(6, body))
