@@ -1,6 +1,7 @@
 """Tensor parallelism: each rank of a group computes a part of every layer that can be split.
 
-Begin with ``linear.py``: linear layers that are split by columns, by rows, or as ZeRO stage 3 does.
+Begin with ``linear.py``: linear layers that are split by columns or by rows. ``stage3.py`` has one
+that is split as ZeRO stage 3 does.
 ``layer.py`` has the base of split layers, and `DimSplit`, the partition of a dim.
 ``vocabulary.py``, ``attention.py`` and ``sequence.py`` split other layers and the loss.
 ``regions.py`` has the operators at the edges of a split region.
@@ -17,12 +18,7 @@ from mpishard.tensor.attention import (
 )
 from mpishard.tensor.inference import TensorParallelInference
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
-from mpishard.tensor.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    SplitLinear,
-    Stage3ShardedLinear,
-)
+from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
 from mpishard.tensor.partitioner import (
     TensorParallelLayerPartitioner,
@@ -42,6 +38,7 @@ from mpishard.tensor.sequence import (
     SequenceParallelPositionalEmbedding,
     TensorParallelDropout,
 )
+from mpishard.tensor.stage3 import Stage3ShardedLinear
 from mpishard.tensor.vocabulary import (
     GatheredOutputLoss,
     VocabularyParallelCrossEntropy,

@@ -582,17 +582,12 @@ class TensorParallelLayerPartitioner:
         self._partition = TensorPartition({}, {}, splits_output=False, decisions=())
 
     def partition(
-        self,
-        layers: Mapping[str, Layer],
-        *,
-        model_layers: Mapping[str, Layer] | None = None,
-        split_output: bool = False,
+        self, layers: Mapping[str, Layer], *, split_output: bool = False
     ) -> TensorPartition:
-        """Split a chain, to which the figures then refer; parameters as in `partition_chain`."""
+        """Split a whole model's chain, to which the figures then refer: see `partition_chain`."""
         self._partition = partition_chain(
             layers,
             self.backend,
-            model_layers=model_layers,
             sequence_parallel=self.sequence_parallel,
             split_output=split_output,
         )
