@@ -7,8 +7,9 @@ that is split as ZeRO stage 3 does.
 ``regions.py`` has the operators at the edges of a split region.
 
 ``partitioner.py`` makes one rank's part of a model's chain of layers. ``partition.py`` finds the
-layers that are split jointly. ``inference.py`` predicts on the threads of one process. This room
-imports nn, sharding, communication and contracts.
+layers that are split jointly, and ``figures.py`` counts what a partition has split.
+``inference.py`` predicts on the threads of one process. This room imports nn, sharding,
+communication and contracts.
 """
 
 from mpishard.tensor.attention import (
@@ -16,15 +17,12 @@ from mpishard.tensor.attention import (
     TensorParallelPagedAttention,
     TensorParallelTransformerBlock,
 )
+from mpishard.tensor.figures import TensorParallelLayerPartitioner
 from mpishard.tensor.inference import TensorParallelInference
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
-from mpishard.tensor.partitioner import (
-    TensorParallelLayerPartitioner,
-    check_sequence,
-    partition_chain,
-)
+from mpishard.tensor.partitioner import check_sequence, partition_chain
 from mpishard.tensor.regions import (
     CopyToRegion,
     GatherOutput,
