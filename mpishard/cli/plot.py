@@ -30,7 +30,6 @@ def plot(
             show_default=False,
         ),
     ] = None,
-    title: Annotated[str, typer.Option(help="Text above the picture.")] = "",
     unit: Annotated[str, typer.Option(help="Unit of the losses, as 'nats per byte'.")] = "",
 ) -> None:
     """Draw the losses of one run, or of several.
@@ -51,13 +50,13 @@ def plot(
             refuse("plot", f"there is no {file}; a run writes its losses there with metrics={file}")
     with refusing("plot", errors=(OSError, ValueError, ImportError)):
         if len(runs) == 1:
-            plot_loss_curve(target, runs[0], title=title or _name(runs[0]), unit=unit)
+            plot_loss_curve(target, runs[0], title=_name(runs[0]), unit=unit)
         else:
-            plot_panels(target, _panels(runs, title, unit))
+            plot_panels(target, _panels(runs, unit))
     typer.echo(target)
 
 
-def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
+def _panels(runs: list[Path], unit: str) -> list[Panel]:
     """Return a panel of training losses and one of validation losses, unless it is empty."""
     panels: list[tuple[str, list[Curve]]] = [("training loss", []), ("validation loss", [])]
     for run in runs:
@@ -70,7 +69,7 @@ def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
                 curves.append(Curve(_name(run), steps.tolist(), losses.tolist()))
     return [
         Panel(
-            ": ".join(filter(None, [title, name])),
+            name,
             "step",
             f"loss [{unit}]" if unit else "loss",
             curves,

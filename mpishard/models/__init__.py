@@ -33,15 +33,10 @@ from mpishard.models.programs.placed_program import (
 )
 from mpishard.models.programs.program import Program
 from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
-from mpishard.models.stores.gradient_store import (
-    BackwardPass,
-    GradientStore,
-    ReplicatedGradients,
-    ScatteredGradients,
-    WrappedGradients,
-)
+from mpishard.models.stores.gradient_store import BackwardPass, GradientStore, WrappedGradients
 from mpishard.models.stores.norm import squared_norm
 from mpishard.models.stores.parameter_store import ParameterStore, ShardedParameters
+from mpishard.models.stores.replicated_gradients import ReplicatedGradients, ScatteredGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.stores.vector import ModelVector
 from mpishard.models.strategies.data_parallel import (

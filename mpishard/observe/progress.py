@@ -22,11 +22,11 @@ _REFRESH = 0.1  # least seconds between two updates of the live line
 class Progress:
     """Step, loss, throughput and time left, on a terminal as one live line.
 
-    If the stream is no terminal it prints plain lines: the first step, then at most one every
-    ``interval`` seconds, one for each validation, and the last step. An error of the stream ends
-    the output and never the training.
+    It prints plain lines if the stream, or the output of the launcher, is no terminal: the first
+    step, then at most one every ``interval`` seconds, one for each validation, and the last step.
+    An error of the stream ends the output and never the training.
 
-    Use it as a context manager. Ranks that do not print pass ``enabled=False``.
+    Use it as a context manager, on one rank.
 
     Parameters
     ----------
@@ -36,13 +36,8 @@ class Progress:
         Number of steps before a resumed run.
     unit : str
         Unit of throughput: ``"tokens/s"``, ``"samples/s"``.
-    enabled : bool
-        Whether to print at all.
     stream : text file, optional
         The output. Default: ``sys.stdout``.
-    live : bool, optional
-        Whether to draw the live line. Default: if the stream is a terminal, and, under a launcher,
-        its output, too.
     interval : float
         Least seconds between plain lines.
     stamp : str
@@ -74,9 +69,7 @@ class Progress:
         *,
         start: int = 0,
         unit: str = "samples/s",
-        enabled: bool = True,
         stream: TextIO | None = None,
-        live: bool | None = None,
         interval: float = 10.0,
         stamp: str = "%Y-%m-%d %H:%M:%S  ",
         clock: Callable[[], float] = time.monotonic,
@@ -88,9 +81,8 @@ class Progress:
         if not interval >= 0:
             raise ValueError(f"interval must be 0 or more seconds, got {interval}")
         self._unit = unit
-        self._enabled = enabled
+        self._enabled = True  # until the end, or an error of the stream
         self._stream = sys.stdout if stream is None else stream
-        self._wants_live = live
         self._interval = interval
         self._stamp = stamp
         self._clock = clock
@@ -105,11 +97,10 @@ class Progress:
         self._marks: deque[tuple[float, float]] = deque()  # (time, amount processed before it)
 
     def __enter__(self) -> Self:
-        if self._enabled:
-            self._began = self._now = self._clock()
-            self._shown = -math.inf  # so that the first step is shown at once
-            self._marks.append((self._began, 0.0))
-            self._attempt(self._open)
+        self._began = self._now = self._clock()
+        self._shown = -math.inf  # so that the first step is shown at once
+        self._marks.append((self._began, 0.0))
+        self._attempt(self._open)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -217,10 +208,9 @@ class Progress:
         # Open MPI's launcher gives its ranks terminals, also if its own output is a file.
         if not is_terminal and self._stream.isatty():
             is_terminal = self._stream is not sys.stdout or not settings.output_is_passed_on()
-        if is_terminal:
-            self._stamp = ""
-        if not (is_terminal if self._wants_live is None else self._wants_live):
+        if not is_terminal:
             return
+        self._stamp = ""
         # Imported here, so that programs without a live line do not import rich.
         from mpishard.observe.live_line import LiveLine
 

@@ -184,7 +184,7 @@ class Placement:
     def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the model's flat vector in the rank's own range ``[start, stop)``."""
         for region, _ in self.regions(start, stop):
-            yield from _runs(self._origin[region.name], region)
+            yield from _flat_ranges(self._origin[region.name], region)
 
     def regions(
         self, start: int, stop: int, *, written: bool = False
@@ -303,7 +303,7 @@ def by_parameter(
                 yield entry.region(low, high), part
 
 
-def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
+def _flat_ranges(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
     """Yield the flat ranges of a region, in order; adjacent ones are joined."""
     shape = box_shape(region.box)
     # Trailing dims that the box takes whole make one run with the dim before them.

@@ -46,13 +46,11 @@ def refuse_several_replicas(replicas: int, other: str, instead: str) -> NoReturn
     )
 
 
-def refuse_one_replica(
-    optimizer: str, other: str, instead: str = 'a number of ranks, or "node"'
-) -> NoReturn:
+def refuse_one_replica(optimizer: str, other: str) -> NoReturn:
     """Refuse an optimizer that exchanges between replicas, if all ranks hold one together."""
     raise ValueError(
         f"{optimizer} exchanges between replicas, and {other} is one replica of all ranks: give "
-        f"ShardingConfiguration(replica_size=), {instead}"
+        'ShardingConfiguration(replica_size=), a number of ranks, or "node"'
     )
 
 

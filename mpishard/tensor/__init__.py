@@ -1,13 +1,15 @@
 """Tensor parallelism: each rank of a group computes a part of every layer that can be split.
 
-Begin with ``linear.py``: linear layers that are split by columns, by rows, or as ZeRO stage 3 does.
+Begin with ``linear.py``: linear layers that are split by columns or by rows. ``stage3.py`` has one
+that is split as ZeRO stage 3 does.
 ``layer.py`` has the base of split layers, and `DimSplit`, the partition of a dim.
 ``vocabulary.py``, ``attention.py`` and ``sequence.py`` split other layers and the loss.
 ``regions.py`` has the operators at the edges of a split region.
 
 ``partitioner.py`` makes one rank's part of a model's chain of layers. ``partition.py`` finds the
-layers that are split jointly. ``inference.py`` predicts on the threads of one process. This room
-imports nn, sharding, communication and contracts.
+layers that are split jointly, and ``figures.py`` counts what a partition has split.
+``inference.py`` predicts on the threads of one process. This room imports nn, sharding,
+communication and contracts.
 """
 
 from mpishard.tensor.attention import (
@@ -15,20 +17,12 @@ from mpishard.tensor.attention import (
     TensorParallelPagedAttention,
     TensorParallelTransformerBlock,
 )
+from mpishard.tensor.figures import TensorParallelLayerPartitioner
 from mpishard.tensor.inference import TensorParallelInference
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
-from mpishard.tensor.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    SplitLinear,
-    Stage3ShardedLinear,
-)
+from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
-from mpishard.tensor.partitioner import (
-    TensorParallelLayerPartitioner,
-    check_sequence,
-    partition_chain,
-)
+from mpishard.tensor.partitioner import check_sequence, partition_chain
 from mpishard.tensor.regions import (
     CopyToRegion,
     GatherOutput,
@@ -42,6 +36,7 @@ from mpishard.tensor.sequence import (
     SequenceParallelPositionalEmbedding,
     TensorParallelDropout,
 )
+from mpishard.tensor.stage3 import Stage3ShardedLinear
 from mpishard.tensor.vocabulary import (
     GatheredOutputLoss,
     VocabularyParallelCrossEntropy,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpishard.base import Array, as_amount, as_count, as_integer, require_type
+from mpishard.base import Array, as_amount, as_count, require_type
 from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
@@ -43,6 +43,9 @@ class GradientMismatchError(AssertionError):
         )
 
 
+_TOLERANCE = 1e-12  # of a split layer's arrays, relative to their largest element or to 1
+
+
 def check_gradients(
     model: Any,
     x: ArrayLike,
@@ -51,7 +54,6 @@ def check_gradients(
     *,
     tolerance: float | None = None,
     samples: int | None = 32,
-    seed: int = 0,
 ) -> dict[str, float]:
     """Compare a model's ``compute_gradients(x, y)`` with central differences of its mean loss.
 
@@ -68,9 +70,8 @@ def check_gradients(
     tolerance : float, optional
         Largest relative error; 1e-6 for float64 parameters and 3e-2 for others if not given.
     samples : int, optional
-        Number of elements of each parameter that are checked, drawn at random; None for all.
-    seed : int
-        Seed of that draw.
+        Number of elements of each parameter that are checked, drawn at random but the same in each
+        call; None for all.
 
     Returns
     -------
@@ -108,7 +109,7 @@ def check_gradients(
         model.set_parameters(parameters.copy())
         return evaluate()
 
-    checker = _Checker(samples, seed)
+    checker = _Checker(samples)
     try:
         for name, part in ranges.items():
             checker.add(name, start[part], gradient[part], lambda: at(start))
@@ -125,7 +126,6 @@ def check_layer_gradients(
     layer: Layer,
     x: ArrayLike,
     *,
-    seed: int = 0,
     tolerance: float = 1e-6,
     samples: int | None = None,
 ) -> dict[str, float]:
@@ -148,8 +148,6 @@ def check_layer_gradients(
         Layer to check.
     x : array_like
         Input with its batch dim; floating, or integer tokens, which have no gradient.
-    seed : int
-        Seed of parameters and r.
     tolerance : float
         Largest relative error.
     samples : int, optional
@@ -170,7 +168,7 @@ def check_layer_gradients(
         If a promise of `Layer` is broken, which the message names.
     """
     require_type("layer", layer, Layer)
-    generator = parameter_generator(as_integer("seed", seed), "check_layer_gradients")
+    generator = parameter_generator(0, "check_layer_gradients")
     x = np.array(x)
     if x.dtype.kind == "f":
         x = x.astype(np.float64)
@@ -185,7 +183,7 @@ def check_layer_gradients(
     def evaluate() -> float:
         return float((r * layer.forward(nested(values), x, context)[0]).sum())
 
-    checker = _Checker(samples, seed)
+    checker = _Checker(samples)
     if x.dtype.kind == "f":
         assert dx is not None, "backward gave no gradient of an input of real numbers"
         checker.add("input", x, dx, evaluate)
@@ -197,10 +195,10 @@ def check_layer_gradients(
 class _Checker:
     """The errors of one check, collected array by array."""
 
-    def __init__(self, samples: int | None, seed: int) -> None:
+    def __init__(self, samples: int | None) -> None:
         # A check of no elements would find every gradient right.
         self._samples = None if samples is None else as_count("samples", samples)
-        self._generator = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(0)
         self._pairs: dict[str, tuple[Array, Array]] = {}
 
     def add(self, name: str, values: Array, gradient: Array, evaluate: Callable[[], float]) -> None:
@@ -366,8 +364,6 @@ def check_parallel_layer(
     *,
     take_input: Callable[[Array], Array] = _all_of_it,
     take_output: Callable[[Array], Array] = _all_of_it,
-    seed: int = 0,
-    tolerance: float = 1e-12,
 ) -> None:
     """Compare a split layer with the whole one. Collective: all ranks of the layer's group call it.
 
@@ -390,21 +386,17 @@ def check_parallel_layer(
         The whole layer's input, with its batch dim.
     take_input, take_output : callable
         Return this rank's part of the whole layer's input and output. Default: all of it.
-    seed : int
-        Seed of parameters and the output's gradient.
-    tolerance : float
-        Largest difference, relative to the largest element of an array (or to 1).
 
     Raises
     ------
     TypeError, ValueError
-        If ``layer`` is not a `TensorParallelLayer`, or a number is not in its range.
+        If ``layer`` is not a `TensorParallelLayer`.
     AssertionError
-        Naming the array that differs, or the promise that is broken.
+        Naming the array that differs by more than 1e-12, relative to its largest element (or to
+        1), or the promise that is broken.
     """
     require_type("layer", layer, TensorParallelLayer)
-    as_amount("tolerance", tolerance)
-    generator = parameter_generator(as_integer("seed", seed), "check_parallel_layer")
+    generator = parameter_generator(0, "check_parallel_layer")
     x = np.array(x)
     wholes = perturbed_parameters(whole, generator)
     _check_parameters(layer, whole, wholes)
@@ -419,16 +411,16 @@ def check_parallel_layer(
     # Copies, because a part may be a view, and layers may require contiguous arrays.
     own_x, own_r = take_input(x).copy(), take_output(r).copy()
     own_y, _ = layer.forward(owns, own_x, context)
-    _compare("output", own_y, take_output(y), tolerance)
+    _compare("output", own_y, take_output(y))
     own_dx, own_gradients = check_layer_promises(layer, owns, own_x, own_r)
     if dx is not None:
         assert own_dx is not None, "the parallel layer gave no gradient of its input"
-        _compare("input's gradient", own_dx, take_input(dx), tolerance)
+        _compare("input's gradient", own_dx, take_input(dx))
     written = _written_gradients(layer, owns, own_x, own_r)
     for name, gradient in gradients.items():
         expected = _own_elements(layer, name, gradient)
-        _compare(f"gradient of {name}", own_gradients[name], expected, tolerance)
-        _compare(f"gradient of {name}, where written,", written[name], expected, tolerance)
+        _compare(f"gradient of {name}", own_gradients[name], expected)
+        _compare(f"gradient of {name}, where written,", written[name], expected)
 
 
 def _own_elements(layer: TensorParallelLayer, name: str, value: Array) -> Array:
@@ -481,11 +473,11 @@ def _written_gradients(
     return {entry.name: entry.view(flat) for entry in table.entries}
 
 
-def _compare(what: str, found: Array, expected: Array, tolerance: float) -> None:
+def _compare(what: str, found: Array, expected: Array) -> None:
     if found.shape != expected.shape:
         raise AssertionError(f"the {what} has shape {found.shape}, expected {expected.shape}")
     # At least 1, so that rounding in arrays of tiny values does not count as a difference.
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
     worst = float(np.abs(found - expected).max(initial=0.0)) / scale
-    if not worst <= tolerance:
-        raise AssertionError(f"the {what} is off by {worst:.3g}, the tolerance is {tolerance:g}")
+    if not worst <= _TOLERANCE:
+        raise AssertionError(f"the {what} is off by {worst:.3g}, the tolerance is {_TOLERANCE:g}")

@@ -7,18 +7,24 @@ state that they hold besides model and optimizer: the best parameters, and the s
 generators and counters. Progress, metrics, early stopping and the user's hooks are callbacks: see
 `mpishard.callbacks`.
 
-`plain` trains a plain model in a world of one, and `minimization` is `minimize`, which runs L-BFGS
-on a function. Every sharded optimizer can run in the loop. Rules and sharded optimizers are in a
-room below, and know no loop: their `optimize` imports this room when it is called.
+`plain` trains a plain model in a world of one. `minimization` is `minimize`, which runs L-BFGS on a
+function: `objective` is that function as a model. Every sharded optimizer can run in the loop.
+Rules and sharded optimizers are in a room below, and know no loop: their `optimize` imports this
+room when it is called.
 """
 
 from mpishard.training.agreement import refuse_early
 from mpishard.training.data import OptimizationInputData
 from mpishard.training.evaluation import DatasetResult
 from mpishard.training.loop import TrainingRun
-from mpishard.training.minimization import OptimizeResult, minimize
+from mpishard.training.minimization import minimize
 from mpishard.training.plain import train_plain
-from mpishard.training.result import FitDetectionResult, FitType, OptimizationResult
+from mpishard.training.result import (
+    FitDetectionResult,
+    FitType,
+    OptimizationResult,
+    OptimizeResult,
+)
 
 __all__ = [
     "DatasetResult",

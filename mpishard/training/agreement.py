@@ -149,7 +149,7 @@ def require_agreement(
     mine = {
         **order,
         **lengths,
-        **{name: _plain(getattr(data, name)) for name in _SETTINGS},
+        **{name: _comparable(getattr(data, name)) for name in _SETTINGS},
         **shared_choices(model.sharding_configuration),
         "metrics": data.metrics is not None,
         "user_state": sorted(data.user_state or ()),
@@ -167,7 +167,7 @@ def require_agreement(
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
 
 
-def _plain(value: object) -> bool | float | str | None:
+def _comparable(value: object) -> bool | float | str | None:
     if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
         return os.fsencode(value).decode(errors="backslashreplace")
     return value if isinstance(value, bool | int | float | None) else str(value)

@@ -201,25 +201,7 @@ class TrainingRun:
                 while self.step < self.total and not ends:
                     ends = self._one_step(following)
             self.optimizer.settle()
-            # A last evaluation, if the run ends between two of them.
-            partial = self._finish_epoch()
-            history = self.result.validation_history
-            if self.data.x_validation is None:
-                if partial is not None:
-                    self._report(partial)
-            elif not history or history[-1][0] != self.step:
-                self._report(self._validate())
-            self.result.iterations = self.step
-            self.result.stopped_early = ends and self.step < self.total
-            if self.result.stopped_early:
-                kind = "training" if data.x_validation is None else "validation"
-                best = self.stopping
-                found = (
-                    ""
-                    if best.best_step is None
-                    else (f": best {kind} loss {best.best_score:.4f} after step {best.best_step}")
-                )
-                hooks.ending = f"stopped early after step {self.step} of {self.total}{found}"
+            self._end(stopped=ends and self.step < self.total)
             hooks.call("on_stop", self.record)
         # Without the evaluations of the end, which are no training.
         self.result.seconds = time.perf_counter() - self.started
@@ -260,14 +242,7 @@ class TrainingRun:
             )
             self.hooks.call("on_step", self.record)
         if data.digest_every is not None and self.step % data.digest_every == 0:
-            self.optimizer.settle()
-            compared = model.check_replicas()
-            if not compared and not self.has_found_no_replicas and model.rank == 0:
-                _log.warning(
-                    "digest_every has no effect: no parameter has a copy on another rank (each "
-                    "rank stores its own pieces, or all ranks share the memory of a node)"
-                )
-            self.has_found_no_replicas = not compared
+            self._compare_replicas()
         score = None
         if index + 1 == self.sampler.batches_per_epoch:
             # Without validation data early stopping judges the training loss of each epoch.
@@ -292,6 +267,17 @@ class TrainingRun:
         if self.checkpoints is not None:
             self._save_if_due(self.checkpoints, saves or ends or self.step == self.total)
         return ends
+
+    def _compare_replicas(self) -> None:
+        """Compare the copies of each parameter; warn once if there are none. Collective."""
+        self.optimizer.settle()
+        compared = self.model.check_replicas()
+        if not compared and not self.has_found_no_replicas and self.model.rank == 0:
+            _log.warning(
+                "digest_every has no effect: no parameter has a copy on another rank (each "
+                "rank stores its own pieces, or all ranks share the memory of a node)"
+            )
+        self.has_found_no_replicas = not compared
 
     def _save_if_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
         is_preempted = checkpoints.is_preempted()
@@ -340,6 +326,25 @@ class TrainingRun:
             self.best.keep()
 
     # --------------------------------------------------------------------------------------- end
+
+    def _end(self, *, stopped: bool) -> None:
+        """Make the last evaluation, if the run ends between two of them. Collective."""
+        partial = self._finish_epoch()
+        history = self.result.validation_history
+        has_validation = self.data.x_validation is not None
+        if not has_validation:
+            if partial is not None:
+                self._report(partial)
+        elif not history or history[-1][0] != self.step:
+            self._report(self._validate())
+        self.result.iterations = self.step
+        self.result.stopped_early = stopped
+        if stopped:
+            best, found = self.stopping, ""
+            if best.best_step is not None:
+                kind = "validation" if has_validation else "training"
+                found = f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
+            self.hooks.ending = f"stopped early after step {self.step} of {self.total}{found}"
 
     def _conclude(self) -> None:
         """Put the best solution back, and measure it. Collective."""

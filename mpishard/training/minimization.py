@@ -1,7 +1,8 @@
 """`minimize`: L-BFGS on a function whose samples the ranks share.
 
-The function is wrapped as a black box, `Objective`. The rule `LBFGS` runs on it through the sharded
-optimizers, and `_Minimization` decides when to stop.
+`minimize_arguments` checks the arguments. The function is wrapped as a black box, `Objective`, of
+`objective`. The rule `LBFGS` runs on it through the sharded optimizers, and `_Minimization` decides
+when to stop.
 """
 
 from __future__ import annotations
@@ -11,22 +12,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpishard import checkpoint as checkpoints
-from mpishard.base import (
-    Array,
-    LeafLayout,
-    NonFiniteLossError,
-    array_namespace,
-    as_amount,
-    as_array,
-    as_count,
-    nearest,
-)
+from mpishard.base import Array, NonFiniteLossError, array_namespace
 from mpishard.callbacks import Run
 from mpishard.communication import (
     CommunicationBackend,
@@ -36,20 +27,27 @@ from mpishard.communication import (
     same_outcome,
 )
 from mpishard.contracts import PathLike
-from mpishard.data import Dataset, check_dataset, count_samples, take
+from mpishard.data import Dataset, count_samples
 from mpishard.models import ZeRO2Model, check_leaves
 from mpishard.observe import MetricsWriter
 from mpishard.optimizers import LBFGS, ZeRO2Optimizer
-from mpishard.sharding import ShardingConfiguration, refuse_with_leaves
+from mpishard.sharding import ShardingConfiguration
 from mpishard.training.data import OptimizationInputData
+from mpishard.training.minimize_arguments import (
+    check_functions,
+    check_method,
+    checked_args,
+    checked_bounds,
+    checked_options,
+    checked_theta,
+)
+from mpishard.training.objective import LeafSamples, Objective
+from mpishard.training.result import OptimizeResult
 from mpishard.training.run_state import UserState
 from mpishard.training.saving import RunCheckpoints, checkpoint_to_resume
 
 _CALLBACK = "minimize_callback"  # key of the callback's state in a checkpoint's metadata
 _NO_STATE: dict[str, list[Any]] = {"names": [], "ranks": []}
-_DEFAULTS = {"maxiter": 15_000, "maxfun": 15_000, "gtol": 1e-5, "ftol": 2.2204460492503131e-09}
-# SciPy's name -> the rule's
-_RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2", "maxcor": "memory"}
 
 
 def minimize(
@@ -150,21 +148,13 @@ def minimize(
     ([1.0, 2.0, 3.0], True)
     """
     # All arguments are checked before `init`: a mistake must not begin with starting MPI.
-    theta = _checked_theta(theta0)
-    args = _checked_args(args, local_data=local_data)
-    if str(method).lower() not in ("l-bfgs", "l-bfgs-b"):
-        raise ValueError(
-            f"method must be L-BFGS (or L-BFGS-B), got {method!r}; any other optimizer can run on "
-            "all ranks with the loss_and_gradients of a sharded mpishard.FunctionModel"
-        )
-    rule, limits, leaves = _checked_options(options)
-    if leaves is not None and local_data:
-        refuse_with_leaves(
-            leaves, "local_data=True", "give every rank the same args, or leave out one of the two"
-        )
+    theta = checked_theta(theta0)
+    args = checked_args(args, local_data=local_data)
+    check_method(method)
+    rule, limits, leaves = checked_options(options, local_data=local_data)
     # It moves theta into the box, so that already the first evaluation is allowed.
-    box = _checked_bounds(bounds, theta, rule)
-    function = _checked_functions(fun, jac, callback)
+    box = checked_bounds(bounds, theta, rule)
+    check_functions(fun, jac, callback)
     if not isinstance(backend, CommunicationBackend | None):
         raise TypeError(f"backend must be a CommunicationBackend, got {backend!r}")
     # It checks these arguments and finds checkpoints. Its model and samples are placeholders.
@@ -198,11 +188,7 @@ def minimize(
     }  # fmt: skip
     if differing := differences(backend, choices):
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
-    named = [
-        getattr(given, "__name__", type(given).__name__) for given in (fun, jac) if callable(given)
-    ]
-    objective = Objective(function, theta, " or ".join(named))
-    run = _Minimization(config, rule, limits, objective, callback)
+    run = _Minimization(config, rule, limits, Objective(fun, jac, theta), callback)
     return run.go(samples, saving, box)
 
 
@@ -390,237 +376,3 @@ class _Minimization:
 
 def _has_state(callback: object) -> bool:
     return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-
-
-def _checked_theta(given: Any) -> Array:
-    given = as_array(given)
-    theta = given.copy() if hasattr(given, "dtype") else np.array(given)
-    # SciPy takes a list of integers, too.
-    if theta.dtype.kind in "iub":
-        theta = theta.astype(np.float64)
-    if theta.ndim != 1 or theta.size == 0 or theta.dtype.name not in ("float32", "float64"):
-        raise ValueError(
-            "theta0 must be a non-empty 1-D vector of float64 or float32, got "
-            f"{theta.dtype.name} of shape {theta.shape}"
-        )
-    return theta
-
-
-def _checked_args(args: Dataset | Sequence[Dataset], *, local_data: bool) -> tuple[Dataset, ...]:
-    if not isinstance(args, tuple | list):
-        args = (args,)  # as SciPy does
-    lengths = [check_dataset(a, f"args[{i}]", allow_empty=local_data) for i, a in enumerate(args)]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"args must be arrays with as many samples each, got {lengths}; give other "
-            "arguments by functools.partial"
-        )
-    if local_data and not args:
-        raise ValueError("local_data=True needs args: this rank's samples")
-    return tuple(args)
-
-
-def _checked_options(
-    options: Mapping[str, Any] | None,
-) -> tuple[LBFGS, dict[str, float], int | None]:
-    limits: dict[str, float] = dict(_DEFAULTS)
-    settings = {}
-    leaves = None
-    for name, value in (options or {}).items():
-        if name in _RULE_OPTIONS:
-            settings[_RULE_OPTIONS[name]] = value
-        elif name == "gradient_leaves":
-            leaves = value
-        elif name not in limits:
-            known = [*limits, *_RULE_OPTIONS, "gradient_leaves"]
-            raise ValueError(
-                f"minimize has no option {name!r}; known are {', '.join(known)}"
-                + nearest(name, known)
-            )
-        elif name.startswith("max"):
-            limits[name] = as_count(name, value)
-        else:
-            limits[name] = as_amount(name, value)
-    return LBFGS(**settings), limits, leaves
-
-
-def _checked_bounds(bounds: Any, theta: Array, rule: LBFGS) -> tuple[Array, Array] | None:
-    """Return lower and upper bounds, and move theta into the box."""
-    if bounds is None:
-        return None
-    if hasattr(bounds, "lb"):
-        pair = bounds.lb, bounds.ub
-    else:
-        rows = list(bounds)
-        if len(rows) != theta.size or any(len(row) != 2 for row in rows):
-            raise ValueError(f"bounds must be {theta.size} pairs (low, high), got {len(rows)}")
-        pair = (
-            [-np.inf if low is None else low for low, _ in rows],
-            [np.inf if high is None else high for _, high in rows],
-        )
-    lower, upper = (np.broadcast_to(np.asarray(b, theta.dtype), theta.shape) for b in pair)
-    # Not "lower > upper", which is False for NaN.
-    wrong = np.flatnonzero(~(lower <= upper))
-    if wrong.size:
-        k = int(wrong[0])
-        raise ValueError(f"bounds[{k}] must be low <= high, got ({lower[k]}, {upper[k]})")
-    xp = array_namespace(theta)
-    lower, upper = xp.asarray(lower), xp.asarray(upper)
-    xp.clip(theta, lower, upper, out=theta)
-    rule.is_bounded = True
-    return lower, upper
-
-
-def _checked_functions(fun: Any, jac: Any, callback: object) -> Callable[..., object]:
-    for name, function in (("fun", fun), ("callback", callback)):
-        if not callable(function) and not (name != "fun" and function is None):
-            raise TypeError(f"{name} must be a function, got {function!r}")
-    if jac is True:
-        return fun  # type: ignore[no-any-return]
-    if not callable(jac):
-        raise ValueError(  # noqa: TRY004 - as SciPy's jac=False
-            f"jac must be True, if fun returns (loss, gradient), or a function, got {jac!r}; an "
-            "adapter, such as mpishard.adapters.AutogradModel, differentiates a loss"
-        )
-
-    def both(theta: Array, *args: Array) -> tuple[object, object]:
-        return fun(theta, *args), jac(theta, *args)
-
-    return both
-
-
-class LeafSamples:
-    """The part of the data that one rank evaluates, in leaves; one without ``gradient_leaves``.
-
-    Parameters
-    ----------
-    leaves : sequence of (sequence of object, int)
-        The arguments of the function besides theta for each leaf, cut along the first dim, and the
-        leaf's number of samples. A function without data counts as one sample, on rank 0.
-    """
-
-    def __init__(self, leaves: Sequence[tuple[Sequence[object], int]]) -> None:
-        self.leaves = leaves
-
-    def __len__(self) -> int:
-        return sum(count for _, count in self.leaves)
-
-    def __getitem__(self, part: slice) -> LeafSamples:
-        """Return the leaf whose samples are ``part``, without a copy."""
-        # The engine asks for one leaf after the other, by its samples.
-        ends = accumulate(count for _, count in self.leaves)
-        for (arrays, count), end in zip(self.leaves, ends, strict=True):
-            if (end - count, end) == (part.start, part.stop):
-                return LeafSamples([(arrays, count)])
-        raise ValueError(f"no leaf is {part}")
-
-    @classmethod
-    def of(
-        cls,
-        args: Sequence[Dataset],
-        backend: CommunicationBackend,
-        leaves: int | None,
-        *,
-        local_data: bool,
-    ) -> LeafSamples:
-        """Return this rank's samples: its part of data that all ranks have, or its own data."""
-        if local_data:
-            return cls([(tuple(args), count_samples(args[0]))])
-        size = backend.world_size
-        layout = LeafLayout(count_samples(args[0]) if args else 1, leaves or size, size)
-        found = []
-        for part in layout.slices(backend.rank):
-            rows = np.arange(part.start, part.stop)
-            # Arrays in memory are cut without a copy; of files each rank reads its part.
-            arrays = [a[part] if isinstance(a, np.ndarray) else take(a, rows) for a in args]
-            found.append((tuple(arrays), len(rows)))
-        return cls(found)
-
-
-class Objective:
-    """``fun(theta, *samples)`` with the members of a black box.
-
-    Parameters
-    ----------
-    function : callable
-        ``function(theta, *arrays)`` returns mean loss and gradient.
-    theta : Array
-        First parameters, shape (n,).
-    described_as : str
-        Name of the user's functions in messages.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., object],
-        theta: Array,
-        described_as: str,
-    ) -> None:
-        self.described_as = described_as
-        self._function = function
-        self._theta = theta
-
-    def get_parameters(self) -> Array:
-        return self._theta
-
-    def set_parameters(self, parameters: Array) -> None:
-        # The engine passes a copy that it does not change.
-        self._theta = parameters
-
-    def compute_loss_and_gradients(self, x: LeafSamples, y: None) -> tuple[float, Array]:
-        """Return the mean loss of the samples, of one leaf, and its gradient, shape (n,)."""
-        ((arrays, _),) = x.leaves
-        found = self._function(self._theta, *arrays)
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise TypeError(
-                f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"
-            )
-        # SciPy takes a list of numbers, too. The engine converts arrays of other libraries.
-        loss, gradient = found
-        return loss, np.asarray(gradient) if isinstance(gradient, list | tuple) else gradient
-
-
-class OptimizeResult(dict[str, Any]):
-    """The fields of ``scipy.optimize.OptimizeResult``, by key and by attribute.
-
-    It is a class of its own because SciPy is no dependency of this package.
-
-    Attributes
-    ----------
-    x : Array
-        The solution, shape (n,), whole on every rank.
-    fun : float
-        The mean loss there.
-    jac : Array
-        Its gradient, shape (n,).
-    nit, nfev, njev : int
-        Iterations; evaluations of loss and gradient, of this run and those it went on from.
-    success : bool
-        Whether a tolerance was reached.
-    status : int
-        0 for success, 1 if a limit was reached, 2 if no lower value was found, 99 if the callback
-        raised StopIteration.
-    message : str
-        The reason in words.
-
-    Examples
-    --------
-    >>> OptimizeResult(fun=0.5, nit=3).fun
-    0.5
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the result has no {name!r}, but {', '.join(self)}") from None
-
-    __setattr__ = dict.__setitem__
-    __delattr__ = dict.__delitem__
-
-    def __dir__(self) -> list[str]:
-        return list(self)
-
-    def __repr__(self) -> str:
-        width = max(map(len, self), default=0)
-        return "\n".join(f"{name:>{width}}: {value!r}" for name, value in self.items())

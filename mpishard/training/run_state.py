@@ -157,7 +157,7 @@ class UserState:
             states: dict[str, object] = {}
             for name, part in self._parts.items():
                 if isinstance(part, np.random.Generator):
-                    states[name] = _without_arrays(part.bit_generator.state)
+                    states[name] = _to_json(part.bit_generator.state)
                 else:
                     states[name] = part.state_dict()
                 try:
@@ -212,7 +212,7 @@ class UserState:
             for name, part in self._parts.items():
                 if isinstance(part, np.random.Generator):
                     try:
-                        part.bit_generator.state = _with_arrays(mine[name])
+                        part.bit_generator.state = _from_json(mine[name])
                     # NumPy raises various exceptions for such a state.
                     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                         raise CheckpointError(
@@ -223,22 +223,22 @@ class UserState:
                     part.load_state_dict(mine[name])
 
 
-def _without_arrays(state: object) -> object:
+def _to_json(state: object) -> object:
     """Return the state of a bit generator for JSON."""
     if isinstance(state, Mapping):
-        return {name: _without_arrays(value) for name, value in state.items()}
+        return {name: _to_json(value) for name, value in state.items()}
     if isinstance(state, np.ndarray):
         # Philox and MT19937 keep arrays of numbers in their states.
         return {_ARRAY: state.tolist(), "dtype": state.dtype.name}
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _with_arrays(state: object) -> Any:
+def _from_json(state: object) -> Any:
     if not isinstance(state, Mapping):
         return state
     if _ARRAY in state:
         return np.array(state[_ARRAY], state["dtype"])
-    return {name: _with_arrays(value) for name, value in state.items()}
+    return {name: _from_json(value) for name, value in state.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

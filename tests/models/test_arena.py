@@ -13,8 +13,9 @@ from mpishard import nn
 from mpishard.communication import Arena, run_in_threads
 from mpishard.communication.contract.reduction import complete_subtrees
 from mpishard.models.engine.engine import Engine
-from mpishard.models.stores.gradient_store import NodeGradients, ShardedGradients
 from mpishard.models.stores.parameter_store import NodeParameters, ShardedParameters
+from mpishard.models.stores.replicated_gradients import NodeGradients
+from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.sharding import ShardingConfiguration

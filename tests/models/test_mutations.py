@@ -23,8 +23,9 @@ from mpishard.errors import NonFiniteLossError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Round
 from mpishard.models.programs.chain import LayerChain
-from mpishard.models.stores.gradient_store import ScatteredGradients, ShardedGradients
 from mpishard.models.stores.parameter_store import ReplicatedParameters, ShardedParameters
+from mpishard.models.stores.replicated_gradients import ScatteredGradients
+from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.optimizers.rules.rule import Optimizer
 
 pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what else is done

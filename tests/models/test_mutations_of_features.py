@@ -18,7 +18,9 @@ from mpishard.communication import run_in_threads
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.update import Round
-from mpishard.models.stores import gradient_store
+from mpishard.models.stores import replicated_gradients, sharded_gradients
+from mpishard.models.stores.replicated_gradients import ReplicatedGradients
+from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.optimizers import LAMB
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import ShardingConfiguration
@@ -141,19 +143,19 @@ def scales_by_layer(problems: Any, strategy: str) -> None:
 
 def encode_skipped(patch: Patch) -> None:
     """The gradient is not copied into the buffer that travels."""
-    for module in (gradient_store,):
+    for module in (replicated_gradients, sharded_gradients):
         patch.setattr(module, "encode", lambda gradient, compressed: compressed.fill(0))
 
 
 def not_compressed(patch: Patch) -> None:
     """Gradients travel as they are."""
-    for module in (gradient_store.ReplicatedGradients, gradient_store.ShardedGradients):
-        patch.setattr(module, "_make_buffers", lambda self: None)
+    for store in (ReplicatedGradients, ShardedGradients):
+        patch.setattr(store, "_make_buffers", lambda self: None)
 
 
 def sum_rounded_again(patch: Patch) -> None:
     """The sum is rounded, too, although it need not travel."""
-    original = gradient_store.ShardedGradients._finish_oldest
+    original = ShardedGradients._finish_oldest
 
     def mutant(self: Any) -> None:
         reduction = self.in_flight[0]
@@ -162,7 +164,7 @@ def sum_rounded_again(patch: Patch) -> None:
             reduction.result[...] = reduction.result.astype(ml_dtypes.bfloat16)
         original(self)
 
-    patch.setattr(gradient_store.ShardedGradients, "_finish_oldest", mutant)
+    patch.setattr(ShardedGradients, "_finish_oldest", mutant)
 
 
 def frozen_is_trained(patch: Patch) -> None:

@@ -162,7 +162,8 @@ class Manifest:
         # partly loaded. Pieces of the flat vector alone are not cut into thousands of regions.
         if not (
             pieces.keys() <= {FLAT}
-            and _joined(flat) == _joined((e.start, e.stop) for e in entries.values() if e.size)
+            and _merged_ranges(flat)
+            == _merged_ranges((e.start, e.stop) for e in entries.values() if e.size)
         ):
             found = self._regions_by_parameter(kind)
             for name, regions in found.items():
@@ -431,7 +432,7 @@ _CONTENT = {
 }
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _merged_ranges(ranges: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Return sorted ranges ``(start, stop)``, of which one that begins at a stop is joined."""
     joined: list[list[int]] = []
     for start, stop in ranges:

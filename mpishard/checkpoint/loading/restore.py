@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from mpishard.base import Array, CheckpointError, Document, check_path
 from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
+    CheckpointedModel,
     CheckpointState,
     require_checkpointable,
     states_of,
@@ -107,63 +108,11 @@ def load_states(
     require_checkpointable(model)
     saved = model.checkpointed()
     backend = saved.backend
-
-    def find() -> str | os.PathLike[str]:
-        # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
-        # change between two searches.
-        is_first = backend is None or backend.rank == 0
-        everyone = agree(
-            backend,
-            lambda: (path_text(find_single(path)) if is_first else "", list(states)),
-            saved.subject,
-        )
-        if any(names != everyone[0][1] for _, names in everyone):
-            by_rank = "; ".join(", ".join(names) for _, names in everyone)
-            raise ValueError(f"every rank must restore the same states; by rank: {by_rank}")
-        single = path_from(everyone[0][0])
-        return single or newest_valid(path, backend) or path
-
-    def verify(reader: CheckpointReader) -> list[_Copy]:
-        # All checks come before the first read, so that a refused load changes nothing.
-        parameters = saved.parameters()
-        kept = reader.not_saved(parameters)
-        if kept and (backend is None or backend.rank == 0):
-            _log.warning(
-                "the checkpoint %s has no frozen parameters; those of the model stay as they are: "
-                "%s",
-                reader.path,
-                ", ".join(sorted(kept)),
-            )
-        reader.require([e for e in parameters if e.name not in kept], saved.dtype)
-        if not isinstance(reader.metadata.get("user"), Mapping):
-            raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
-        for state in states.values():
-            # Some states read other arrays for other kinds in the checkpoint, for instance if more
-            # ranks have saved.
-            expect = getattr(state, "expect", None)
-            if expect is not None:
-                expect(reader.kinds)
-        wanted = {
-            name: {
-                kind: [p for p in reader.readable(kind, given, parameters) if p[0].name not in kept]
-                for kind, given in state.arrays_to_read().items()
-            }
-            for name, state in states.items()
-        }
-        for name, pieces in wanted.items():
-            _check_fits(reader, name, pieces)
-        if "model" in states:
-            with _using_metadata(reader, "model"):
-                saved.check_metadata(reader.metadata["model"])
-        return [
-            (shared, values, array)
-            for pieces in wanted.values()
-            for kind, given in pieces.items()
-            for region, array in given
-            for shared, values in reader.verified(kind, region)
-        ]
-
-    reader, copies = open_whole(find, backend, verify)
+    reader, copies = open_whole(
+        lambda: _find(path, saved, list(states)),
+        backend,
+        lambda reader: _wanted_copies(reader, saved, states),
+    )
     # From here on only a disk that fails between two reads can leave a model partly loaded.
     with reader:
         with same_outcome(backend):
@@ -173,6 +122,69 @@ def load_states(
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
+
+
+def _find(
+    path: str | os.PathLike[str], saved: CheckpointedModel, names: Sequence[str]
+) -> str | os.PathLike[str]:
+    """Return the checkpoint at ``path`` whose states, of these names, are restored. Collective."""
+    backend = saved.backend
+    # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
+    # change between two searches.
+    is_first = backend is None or backend.rank == 0
+    everyone = agree(
+        backend,
+        lambda: (path_text(find_single(path)) if is_first else "", names),
+        saved.subject,
+    )
+    if any(others != everyone[0][1] for _, others in everyone):
+        by_rank = "; ".join(", ".join(others) for _, others in everyone)
+        raise ValueError(f"every rank must restore the same states; by rank: {by_rank}")
+    single = path_from(everyone[0][0])
+    return single or newest_valid(path, backend) or path
+
+
+def _wanted_copies(
+    reader: CheckpointReader, saved: CheckpointedModel, states: Mapping[str, CheckpointState]
+) -> list[_Copy]:
+    """Return the copies that restore ``states``; refuse a checkpoint that does not fit them."""
+    # All checks come before the first read, so that a refused load changes nothing.
+    parameters = saved.parameters()
+    kept = reader.not_saved(parameters)
+    if kept and (saved.backend is None or saved.backend.rank == 0):
+        _log.warning(
+            "the checkpoint %s has no frozen parameters; those of the model stay as they are: %s",
+            reader.path,
+            ", ".join(sorted(kept)),
+        )
+    reader.require([e for e in parameters if e.name not in kept], saved.dtype)
+    if not isinstance(reader.metadata.get("user"), Mapping):
+        raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
+    for state in states.values():
+        # Some states read other arrays for other kinds in the checkpoint, for instance if more
+        # ranks have saved.
+        expect = getattr(state, "expect", None)
+        if expect is not None:
+            expect(reader.kinds)
+    wanted = {
+        name: {
+            kind: [p for p in reader.readable(kind, given, parameters) if p[0].name not in kept]
+            for kind, given in state.arrays_to_read().items()
+        }
+        for name, state in states.items()
+    }
+    for name, pieces in wanted.items():
+        _check_fits(reader, name, pieces)
+    if "model" in states:
+        with _using_metadata(reader, "model"):
+            saved.check_metadata(reader.metadata["model"])
+    return [
+        (shared, values, array)
+        for pieces in wanted.values()
+        for kind, given in pieces.items()
+        for region, array in given
+        for shared, values in reader.verified(kind, region)
+    ]
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def step(
         Literal["on", "off", "both"],
         typer.Option(help="Compare the ranks' calls; both: in every other step."),
     ] = "on",
-    memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure resident memory too.")] = False,
     precision: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="bfloat16: mixed precision.")
     ] = "float32",

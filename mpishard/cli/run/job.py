@@ -125,6 +125,25 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
 
 
+def _checked_ranks(name: str, words: Sequence[str], ranks: int | None) -> int:
+    """Return the number of ranks; refuse a job without one, or without a working directory."""
+    # Without it Python's own errors, such as that of a relative path, would name another cause.
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        fix = 'run `cd "$PWD"` if it exists again, or change to another'
+        refuse(name, f"the working directory was removed: {fix}")
+    if ranks is None:
+        misplaced = {"-n", "-np"}.intersection(words)
+        where = (
+            f"{min(misplaced)} stands after the script, which receives it: " if misplaced else ""
+        )
+        refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
+    if ranks < 1:
+        refuse(name, f"a job has at least one rank, got -n {ranks}")
+    return ranks
+
+
 class RunJob:
     """A program on ranks, its environment, its machines and its restarts.
 
@@ -177,22 +196,7 @@ class RunJob:
         limits: RestartLimits | None = None,
         on_failure: str = "abort",
     ) -> None:
-        # Without it Python's own errors, such as that of a relative path, would name another cause.
-        try:
-            Path.cwd()
-        except FileNotFoundError:
-            fix = 'run `cd "$PWD"` if it exists again, or change to another'
-            refuse(name, f"the working directory was removed: {fix}")
-        if ranks is None:
-            misplaced = {"-n", "-np"}.intersection(words)
-            where = (
-                f"{min(misplaced)} stands after the script, which receives it: "
-                if misplaced
-                else ""
-            )
-            refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
-        if ranks < 1:
-            refuse(name, f"a job has at least one rank, got -n {ranks}")
+        ranks = _checked_ranks(name, words, ranks)
         self.name, self.ranks, self.survives = name, ranks, on_failure == "shrink"
         self.log_folder = None if log_folder is None else log_folder.absolute()
         self.limits = limits or RestartLimits()

@@ -188,13 +188,17 @@ class Restarts:
             if self.received:
                 return self._interrupted()
         if len(failures) > 1:
-            # Later starts may fail for reasons that follow from the first, such as a lost host.
-            first = failures[0]
-            which = "the first start" if failed_first == 1 else f"start {failed_first}"
-            logs = "" if first.logs is None else f" (logs: {first.logs})"
-            text = f"the job failed for good, after {counted(len(failures) - 1, 'restart')}"
-            self.say(f"{text}; root cause, in {which}: {first.cause}{logs}")
+            self._say_root_cause(failures, failed_first)
         return failures[-1].result.code
+
+    def _say_root_cause(self, failures: Sequence[Outcome], number: int) -> None:
+        """Name the cause of the first failure, in start ``number`` of the job."""
+        # Later starts may fail for reasons that follow from the first, such as a lost host.
+        first = failures[0]
+        which = "the first start" if number == 1 else f"start {number}"
+        logs = "" if first.logs is None else f" (logs: {first.logs})"
+        text = f"the job failed for good, after {counted(len(failures) - 1, 'restart')}"
+        self.say(f"{text}; root cause, in {which}: {first.cause}{logs}")
 
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
         """Return ranks, lost hosts and a message if the job continues with other ranks."""

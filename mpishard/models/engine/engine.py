@@ -212,7 +212,7 @@ class Engine:
             passes = self.passes if self.config.auto_sync_gradients else OwnPasses(self)
         # Outside of the block below: a refused call leaves an open round as it was.
         passes.require(self)
-        if self.sums_loss and passes.are_of_replicas:
+        if passes.are_of_replicas and self.sums_loss:
             raise ValueError(
                 "loss_is_sum=True adds the gradients of all ranks, and here each replica updates "
                 "with its own or exchanges them: give a loss that is a mean over the rank's batch"

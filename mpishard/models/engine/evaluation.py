@@ -8,7 +8,8 @@ from mpishard.base import Array, Data, NoSampleError, array_namespace, read_numb
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.engine import Engine
 from mpishard.models.programs.program import Batch
-from mpishard.models.stores.gradient_store import BackwardPass, ReplicatedGradients
+from mpishard.models.stores.gradient_store import BackwardPass
+from mpishard.models.stores.replicated_gradients import ReplicatedGradients
 from mpishard.nn import Context
 
 

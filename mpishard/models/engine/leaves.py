@@ -37,13 +37,9 @@ from mpishard.communication import (
 from mpishard.models.engine.passes import Passes, Reduced
 from mpishard.models.engine.update import UpdatePieces
 from mpishard.models.programs.program import Program
-from mpishard.models.stores.gradient_store import (
-    BackwardPass,
-    GradientStore,
-    ScatteredGradients,
-    ShardedGradients,
-    WrappedGradients,
-)
+from mpishard.models.stores.gradient_store import BackwardPass, GradientStore, WrappedGradients
+from mpishard.models.stores.replicated_gradients import ScatteredGradients
+from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe import MemoryCategory
 from mpishard.sharding import (

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 
 from mpishard.base import Array, Data, NoSampleError, read_numbers
 from mpishard.models.engine.update import StepReport, UpdatePieces
-from mpishard.models.stores.gradient_store import (
-    BackwardPass,
-    GradientStore,
-    ReplicatedGradients,
-)
+from mpishard.models.stores.gradient_store import BackwardPass, GradientStore
 from mpishard.models.stores.norm import squared_norm
 from mpishard.models.stores.offload import OffloadedGradients
+from mpishard.models.stores.replicated_gradients import ReplicatedGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece
 

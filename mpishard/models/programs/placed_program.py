@@ -262,7 +262,7 @@ class PlacedProgram(WholeProgram):
 _SMALL = 4096  # elements of a gradient that waits for its unit: a call of NumPy costs more
 
 
-def _joined(arrays: list[Array]) -> Array:
+def _end_to_end(arrays: list[Array]) -> Array:
     """Return arrays of shape (size,), end to end."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
@@ -327,7 +327,7 @@ class Arrivals:
         plan: ArrivalPlan,
         gradients: GradientStore,
         scale: float = 1.0,
-        join: Callable[[list[Any]], Array] = _joined,
+        join: Callable[[list[Any]], Array] = _end_to_end,
     ) -> None:
         self._plan = plan
         self._scale = scale

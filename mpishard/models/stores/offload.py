@@ -11,12 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 from mpishard.base import Array, Device, copy_into, is_device_array, synchronize, to_host
 from mpishard.communication import Arena
-from mpishard.models.stores.gradient_store import (
-    GradientStore,
-    ReplicatedGradients,
-    WrappedGradients,
-)
+from mpishard.models.stores.gradient_store import GradientStore, WrappedGradients
 from mpishard.models.stores.parameter_store import ParameterStore, UnitBuffers
+from mpishard.models.stores.replicated_gradients import ReplicatedGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit

@@ -31,13 +31,7 @@ from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import OWN_DTYPE, IPlaceableModel, PlacedProgram
 from mpishard.models.programs.program import Program
-from mpishard.models.stores.gradient_store import (
-    GradientStore,
-    NodeGradients,
-    ReplicatedGradients,
-    ScatteredGradients,
-    ShardedGradients,
-)
+from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.offload import OffloadedGradients, OffloadedParameters
 from mpishard.models.stores.parameter_store import (
     MixedParameters,
@@ -46,6 +40,12 @@ from mpishard.models.stores.parameter_store import (
     ReplicatedParameters,
     ShardedParameters,
 )
+from mpishard.models.stores.replicated_gradients import (
+    NodeGradients,
+    ReplicatedGradients,
+    ScatteredGradients,
+)
+from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn import Layer, products_per_second
 from mpishard.observe import MemoryLedger

@@ -254,14 +254,14 @@ class Attention(Layer):
         if self.causal:
             self._mask(scores_BGPS, mask_RR, start)
         # exp(score - logsum) is the softmax of the forward pass, which saved one number per row.
-        scores_BGPS -= _joined(logsum)
+        scores_BGPS -= _rows_of_group(logsum)
         np.exp(scores_BGPS, out=scores_BGPS)
         # The scale is applied to K numbers for each query instead of S scores.
         scaled_d = wide(d) * scale
         if is_bfloat16(d):
             dscores_BGPS = _scores(d, v, scale)
         else:
-            dscores_BGPS = product(_joined(scaled_d), v.swapaxes(-1, -2))
+            dscores_BGPS = product(_rows_of_group(scaled_d), v.swapaxes(-1, -2))
         # The gradient of a softmax needs the sum over a row's keys of weight times gradient. It
         # equals the product d y, a sum over only K numbers.
         sums = np.einsum("...rk,...rk->...r", scaled_d, wide(y))
@@ -305,11 +305,11 @@ class Attention(Layer):
             # The block of the last queries comes first and reaches every key: it writes to dk and
             # dv, and all other blocks add to them.
             if is_first:
-                product(scores_BGSP, _joined(d), dv)
-                product(dscores_BGSP, _joined(q), dk)
+                product(scores_BGSP, _rows_of_group(d), dv)
+                product(dscores_BGSP, _rows_of_group(q), dk)
             else:
-                dv += product(scores_BGSP, _joined(d), _empty_like(dv))
-                dk += product(dscores_BGSP, _joined(q), _empty_like(dk))
+                dv += product(scores_BGSP, _rows_of_group(d), _empty_like(dv))
+                dk += product(dscores_BGSP, _rows_of_group(q), _empty_like(dk))
             # The block of the first queries is the last of its samples and groups.
             if start == 0:
                 store(dk_BGSK[columns[:2]], dk_all)
@@ -473,7 +473,7 @@ def _by_matrix(a: Array) -> Array:
     return whole.reshape(*whole.shape[: a.ndim - 4], -1, *a.shape[-2:])
 
 
-def _joined(a_BGQRK: Array) -> Array:
+def _rows_of_group(a_BGQRK: Array) -> Array:
     """Return the rows of all heads of a group as one dim, (B, G, P, K): a copy only if Q > 1."""
     return a_BGQRK.reshape(*a_BGQRK.shape[:2], -1, a_BGQRK.shape[-1])
 
@@ -499,8 +499,8 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     if not is_bfloat16(q_BGQRK):
         # The queries are scaled, because they have K numbers for each row of S scores.
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
-        return product(_joined(scaled), k_BGKS)
-    q_BGPK = _joined(q_BGQRK)
+        return product(_rows_of_group(scaled), k_BGKS)
+    q_BGPK = _rows_of_group(q_BGQRK)
     scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
     if scale != 1.0:
         scores *= scale

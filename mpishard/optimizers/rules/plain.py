@@ -214,7 +214,7 @@ class PlainTraining:
                 {name: whole[run.start : run.stop] for name, whole in state.items()},
                 tuple(Segment(s.name, s.start - run.start, s.stop - run.start) for s in segments),
             )
-            for run, segments in _runs(self.segments)
+            for run, segments in _adjacent(self.segments)
         ]
         # Of the trained parameters alone, as in a sharded optimizer.
         squares = squared_norm([owned.gradients for owned in pieces])
@@ -230,7 +230,7 @@ def _end_to_end(arrays: Sequence[Array]) -> Array:
     return array_namespace(arrays[0]).concatenate([array.reshape(-1) for array in arrays])
 
 
-def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
+def _adjacent(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
     """Return groups of segments that lie end to end, with the range that each fills."""
     runs: list[tuple[slice, list[Segment]]] = []
     for segment in segments:
