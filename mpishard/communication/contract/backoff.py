@@ -11,7 +11,7 @@ READ_EVERY = 0.5
 """Most seconds between two readings of a `RunningClock` during a wait."""
 
 _CHECK_SECONDS = 0.05
-_SPIN_SECONDS = 3e-4
+_SPIN_SECONDS = 2e-4
 """Seconds of polls of memory without a pause, in which most peers that run now arrive."""
 
 _YIELD_SECONDS = 2e-3
