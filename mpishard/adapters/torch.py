@@ -25,11 +25,12 @@ class TorchModel(PlacedVectorModel):
     """Model of a ``torch.nn.Module`` on the CPU, for mpishard's optimizers.
 
     It has the parts of a loop with `mpishard.torch`. The flat vector has the trained parameters,
-    and the frozen ones of their dtype, in the order of ``module.named_parameters()``. The module's
-    parameters become views of it. When the model is sharded they become views of memory that the
-    ranks of a node share, and no step copies a parameter. A change in place that every rank makes,
-    such as ``p.mul_(0.9)``, is then made once. Autograd's gradients are reduced unit by unit during
-    the backward pass.
+    and the frozen ones of their dtype, in the order of ``module.named_parameters()``. A complex
+    parameter has two real numbers for each element, and real ones of odd sizes then come last. The
+    module's parameters become views of it. When the model is sharded they become views of memory
+    that the ranks of a node share, and no step copies a parameter. A change in place that every
+    rank makes, such as ``p.mul_(0.9)``, is then made once. Autograd's gradients are reduced unit by
+    unit during the backward pass.
 
     Buffers, and frozen parameters of another dtype, stay the module's own. When the model is
     sharded every rank gets those of rank 0. Buffers are sent again after each step that has changed
@@ -70,8 +71,8 @@ class TorchModel(PlacedVectorModel):
         If an argument is another one, or a parameter is not a plain strided tensor.
     ValueError
         If ``loss_is_sum`` is given with a loss of `mpishard.nn`, which is a mean. If the trained
-        parameters are not all float32 or all float64, or a tensor is not on the CPU. Nothing has
-        changed then.
+        parameters are not all float32 (complex64) or all float64 (complex128), or a tensor is not
+        on the CPU. Nothing has changed then.
     ShardingError
         If the module is sharded already.
     """

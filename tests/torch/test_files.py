@@ -98,7 +98,7 @@ def test_states_of_many_parameters_are_gathered_together(backend, monkeypatch, t
         backend.traffic.reset()
         states.append(optimizer.state_dict()["state"])
         if shards:
-            assert 1 < backend.traffic.calls["all_gather"] <= most
+            assert backend.traffic.calls["all_gather"] <= most  # 240 states; 0 in shared memory
     for ours, theirs in zip(*(state.values() for state in states), strict=True):
         for key, value in theirs.items():
             torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-12)
