@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from mpishard.base import Array, ShardingError, ShardLayout
 from mpishard.communication import CommunicationBackend, called_as
 from mpishard.models import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
-from mpishard.torch.gradients import GradientPart
+from mpishard.torch.gradients import GradientPart, checksum, plain
 
 StateDict: TypeAlias = dict[str, Any]
 """State of a module or an optimizer, as PyTorch's ``state_dict`` returns it."""
@@ -157,6 +158,29 @@ class StoredParameter:
         )
 
 
+def _keeps_nothing() -> bool:
+    """Return True if PyTorch's own code reads the gradient, such as an optimizer or clipping."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(("torch.", "mpishard."))
+
+
+class OwnedTensor(torch.nn.Parameter):  # type: ignore[misc]
+    """What a rank updates of a parameter, as optimizers get it. The user may keep its ``grad``."""
+
+    _owned: OwnedParameter
+
+    @property
+    def grad(self) -> Any:
+        return native_gradient.__get__(self) if _keeps_nothing() else self._owned.hand_out()
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        native_gradient.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        native_gradient.__set__(self, None)
+
+
 class OwnedParameter(StoredParameter):
     """A user's parameter, and the part of it that this rank updates.
 
@@ -174,13 +198,15 @@ class OwnedParameter(StoredParameter):
     tensor : torch.nn.Parameter
         Values of the range, in the store's memory, of shape (stop - start,); under DDP of the
         parameter's shape. Optimizers of PyTorch are given this tensor.
-    has_assigned_gradient : bool
-        True if the user has assigned a gradient since the last step. Under DDP the next step
-        compares the ranks'.
+    stored_gradient : torch.Tensor or None
+        Gradient in the store's memory, which `tensor` has as ``grad`` until the user reads it.
     """
 
-    tensor: torch.Tensor
-    has_assigned_gradient: bool = False
+    tensor: OwnedTensor
+    stored_gradient: torch.Tensor | None = None
+    # This rank's part of a gradient that the user has assigned whole, the user's tensor, and the
+    # number of its changes.
+    _assigned: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
     def __init__(
         self, owner: Any, index: int, entry: ParameterEntry, unit: Unit, parameter: torch.Tensor
@@ -205,26 +231,91 @@ class OwnedParameter(StoredParameter):
         """Slice of the flattened parameter that the range covers."""
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
-    def as_gradient(self, values: torch.Tensor, *, is_local: bool = False) -> Any:
-        """Return a new tensor in the memory of ``values``, to be the ``grad`` of `tensor`.
+    def present_gradient(self) -> Any:
+        """Return the ``grad`` of `tensor`, for a reader who does not keep it.
+
+        Raises
+        ------
+        ShardingError
+            If the user has assigned a tensor, of which this rank has a part, and changed it since.
+        """
+        gradient = native_gradient.__get__(self.tensor)
+        if self._assigned is not None:
+            part, value, version = self._assigned
+            if part is not gradient:
+                self._assigned = None
+            elif value._version != version:
+                raise ShardingError(
+                    f"the tensor that was assigned to the gradient of {self.entry.name!r} was "
+                    "changed afterwards, and this rank has a part of its earlier values: change "
+                    "p.grad instead, or assign the tensor again"
+                )
+        return gradient
+
+    def store_gradient(self, view: torch.Tensor, *, is_local: bool) -> None:
+        """Let `tensor` have a gradient in the store's memory, ``view``, as its ``grad``.
 
         If ``is_local`` is True, it is not reduced over the ranks yet.
         """
-        if not self.owner.shards_state:
-            return values.as_subclass(torch.Tensor)
-        return GradientPart.of(self, values, is_local=is_local)
+        stored = self.stored_gradient
+        # A tensor is used again, because a new one costs more than the sum of a small gradient.
+        is_part = is_local or self.owner.shards_state
+        if stored is None or is_local or vars(stored).get("_is_local"):
+            stored = view.as_subclass(torch.Tensor)
+            stored = GradientPart.of(self, view, is_local=is_local) if is_part else stored
+            self.stored_gradient = stored
+        if is_part:
+            stored._changes[0] = 0
+        native_gradient.__set__(self.tensor, stored)
+
+    def hand_out(self) -> Any:
+        """Return the ``grad`` of `tensor` to the user, who may keep it, and views of it.
+
+        So it has memory of its own, to which later backward passes add.
+        """
+        gradient = self.present_gradient()
+        if gradient is None or gradient is not self.stored_gradient:
+            return gradient
+        if vars(gradient).get("_is_local"):
+            return gradient  # All its uses are refused.
+        values = plain(gradient).clone()
+        kind = type(gradient)
+        if self.owner.shards_state:
+            values = GradientPart.of(self, values)
+            values.__class__ = kind  # It is a plain tensor while an optimizer updates.
+        native_gradient.__set__(self.tensor, values)
+        return values
+
+    def change_of_gradient(self) -> int:
+        """Return a checksum of what the user may have changed of the gradient; 0 if nothing."""
+        gradient = self.present_gradient()
+        if gradient is None or self.owner.backend.world_size == 1:
+            return 0
+        if self.owner.shards_state:
+            return vars(gradient).get("_changes", [0])[0]
+        return 0 if gradient is self.stored_gradient else checksum(gradient)
+
+    def note_local(self, gradient: Any, *, is_local: bool) -> None:
+        """Let a gradient of the user's refuse its uses while it is not reduced over the ranks."""
+        if type(gradient) is GradientPart:
+            gradient._is_local = is_local
+            if not self.owner.shards_state:
+                gradient.__class__ = GradientPart if is_local else torch.Tensor
+        elif is_local and type(gradient) is torch.Tensor:
+            gradient._reference, gradient._is_local = weakref.ref(self), True
+            gradient.__class__ = GradientPart
 
     def restore_gradient(self) -> None:
         """Make ``grad`` of `tensor`, which an optimizer has read as a plain tensor, a part."""
-        gradient = self.tensor.grad
+        gradient = native_gradient.__get__(self.tensor)
         if type(gradient) is torch.Tensor and self.owner.shards_state:
             if "_reference" in vars(gradient):
                 gradient.__class__ = GradientPart
             else:
-                self.tensor.grad = self.as_gradient(gradient)
+                native_gradient.__set__(self.tensor, GradientPart.of(self, gradient))
 
-    def assigned(self, value: torch.Tensor) -> Any:
-        """Return a gradient that the user assigns, for the ``grad`` of `tensor`.
+    def assign(self, value: torch.Tensor) -> None:
+        """Let the user's tensor be the gradient.
 
         Collective if it is a whole gradient and this rank owns a part: the ranks' must be equal.
 
@@ -234,21 +325,37 @@ class OwnedParameter(StoredParameter):
             If it has not the parameter's shape or, on every rank, ranks assign different values.
         """
         entry, owner = self.entry, self.owner
+        value = value.to_dense() if value.is_sparse else value
         if value.shape != entry.shape:
             raise ShardingError(
                 f"the gradient of {entry.name!r} has shape {tuple(entry.shape)}; got a tensor of "
                 f"shape {tuple(value.shape)}"
             )
         if not owner.shards_state or (isinstance(value, GradientPart) and value._owned is self):
-            return value
-        value = value.full_tensor() if isinstance(value, GradientPart) else value.detach()
+            native_gradient.__set__(self.tensor, value)
+            return
+        value = value.full_tensor() if isinstance(value, GradientPart) else plain(value).detach()
         values = torch.empty(entry.shape, dtype=self.tensor.dtype).copy_(value).view(-1)
         require_equal(
             checksum(values), owner.backend, owner.layout.subjects[self.unit.index],
             f"the ranks assign different values to the gradient of {entry.name!r}, of which each "
             "rank updates a part",
         )  # fmt: skip
-        return GradientPart.of(self, values[self.in_parameter].clone())
+        part = GradientPart.of(self, values[self.in_parameter].clone())
+        self._assigned = part, value, value._version
+        native_gradient.__set__(self.tensor, part)
+
+    def show_assigned(self, gradient: torch.Tensor) -> None:
+        """Write ``gradient`` to the user's tensor if it is one that the user assigned.
+
+        Collective then, because this rank has a part of it.
+        """
+        if self._assigned is None or self._assigned[0] is not gradient:
+            return
+        value = self._assigned[1]
+        with torch.no_grad():
+            value.copy_(self._assigned[0].full_tensor())
+        self._assigned = gradient, value, value._version
 
     def refuse_optimizer(self, kind: str) -> None:
         """Refuse an optimizer of whole parameters if this rank owns only a part."""
@@ -318,14 +425,6 @@ class Changes:
 def set_differently(name: str) -> str:
     """Return the fault of ranks that set a parameter differently, for `require_equal`."""
     return f"the ranks have set parameter {name!r} to different values"
-
-
-def checksum(value: object) -> int:
-    """Return a checksum of a tensor's values, or of another argument of a method."""
-    if isinstance(value, torch.Tensor):
-        values = torch.Tensor.detach(value).contiguous().reshape(-1)
-        return zlib.crc32(values.view(torch.uint8).numpy().data)
-    return zlib.crc32(repr(value).encode())
 
 
 def require_equal(
@@ -507,14 +606,15 @@ class SharedParameter(PlacedParameter):
             return None
         part = self._stored
         part.restore_gradient()
-        return part.tensor.grad
+        return part.present_gradient() if _keeps_nothing() else part.hand_out()
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        part = self._stored
-        part.tensor.grad = None if value is None else part.assigned(value)
-        part.has_assigned_gradient = value is not None
+        if value is None:
+            native_gradient.__set__(self._stored.tensor, None)
+        else:
+            self._stored.assign(value)
 
     @grad.deleter
     def grad(self) -> None:
-        self._stored.tensor.grad = None
+        native_gradient.__set__(self._stored.tensor, None)
