@@ -138,6 +138,7 @@ class BackwardPasses:
         self._live.clear()
         self._of_user.clear()
         for place, part in enumerate(self._parts):
+            part.require_updated()
             gradient = part.present_gradient()
             self._flags[place] = gradient is not None
             is_of_user = gradient is not None and gradient is not part.stored_gradient

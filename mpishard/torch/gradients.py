@@ -242,8 +242,10 @@ def _on_part(part: GradientPart, function: Callable[..., Any], args: Any, kwargs
     def own(value: Any) -> Any:
         if isinstance(value, GradientPart):
             return value.to_local()
-        if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
+        if value.numel() == 1:
+            return value.reshape(1)
         return value.expand(owned.entry.shape).reshape(-1)[owned.in_parameter]
 
     given = [own(x) for x in args]

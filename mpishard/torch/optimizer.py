@@ -19,6 +19,7 @@ from mpishard.observe import span
 from mpishard.optimizers import (
     Optimizer,
 )
+from mpishard.torch.batch_norm import layers_of_own_samples
 from mpishard.torch.gradients import GradientPart
 from mpishard.torch.lone_saves import warn_of_lone_saves
 from mpishard.torch.optimizer_state import (
@@ -378,6 +379,9 @@ def record(kind: str, made: torch.optim.Optimizer) -> None:
         key = f"{owners.index(part.owner)}/{part.entry.name}/{own.start}/{own.stop}"
         arrays[key] = np.empty(0) if tensor is None else tensor.detach().numpy().reshape(-1)
     np.savez(folder / f"{kind}-{step}-{rank}.npz", **arrays)
+    own = [repr(name) for owner in owners for name in layers_of_own_samples(owner.module)]
+    if own and rank == 0:
+        (folder / "own_samples.txt").write_text(", ".join(own), encoding="utf-8")
     # `mpishard verify` needs no further steps, so that the rest of the script is not run.
     if kind == "parameters" and step == steps:
         raise SystemExit(0)

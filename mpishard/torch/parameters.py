@@ -126,6 +126,10 @@ class StoredParameter:
         self.require_counted()
         args, kwargs = tree_map_only(GradientPart, GradientPart.full_tensor, (args, kwargs))
         backend, subject = store.backend, store.layout.subjects[self.unit.index]
+        if self.unchecked is not None and not store.once_per_node:
+            # No backward pass has compared the ranks' copies since their last change.
+            fault = set_differently(self.entry.name)
+            require_equal(checksum(self.parameter), backend, subject, fault)
         if method.__name__ in RANDOM:
             drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
             method(drawn, *args, **kwargs)
@@ -167,6 +171,16 @@ class OwnedTensor(torch.nn.Parameter):  # type: ignore[misc]
     """What a rank updates of a parameter, as optimizers get it. The user may keep its ``grad``."""
 
     _owned: OwnedParameter
+
+    @property
+    def data(self) -> torch.Tensor:
+        # PyTorch counts changes of a detached tensor with those of this one.
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        # It stays in the ranks' memory.
+        self.detach().copy_(values.detach().view_as(self))
 
     @property
     def grad(self) -> Any:
@@ -230,6 +244,26 @@ class OwnedParameter(StoredParameter):
     def in_parameter(self) -> slice:
         """Slice of the flattened parameter that the range covers."""
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
+
+    def note_update(self) -> None:
+        """Remember the changes of `tensor`, all of which other ranks have got."""
+        self._updates = self.tensor._version
+
+    def require_updated(self) -> None:
+        """Refuse changes of `tensor` outside of an optimizer's step.
+
+        Raises
+        ------
+        ShardingError
+            If this rank has a part of the parameter.
+        """
+        if self.owner.shards_state and self.tensor._version != self._updates:
+            raise ShardingError(
+                f"the part of parameter {self.entry.name!r} that this rank updates was changed "
+                "after optimizer.step(), through optimizer.param_groups, and other ranks do not "
+                "have the change: change the parameters of the model, such as for p in "
+                "model.parameters(), or make the change inside step()"
+            )
 
     def present_gradient(self) -> Any:
         """Return the ``grad`` of `tensor`, for a reader who does not keep it.

@@ -226,6 +226,7 @@ class ShardedModule(Uncopied):
             trained = part.entry.trainable
             part.tensor = OwnedTensor(torch.from_numpy(own).view(shape), trained)
             part.tensor._owned = part
+            part.note_update()
             if trained:
                 native_gradient.__set__(parameter, None)
                 take = functools.partial(_receive, weakref.ref(self), len(self.parts))
@@ -265,6 +266,8 @@ class ShardedModule(Uncopied):
         else:
             # With ddp each rank has updated all parameters, and nothing has to be sent.
             self.parameters.changed()
+        for part in self.parts:
+            part.note_update()
         self.gradients.finish()
 
 
