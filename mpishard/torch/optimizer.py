@@ -247,9 +247,7 @@ def _before_step(
     changed = _changed_gradients(made)
     texts = repr(chosen), repr(changed)
     mine = [*(zlib.crc32(text.encode()) for text in texts), checksum_of_parameters(made)]
-    of_settings, of_changed, of_parameters = backend.all_gather(
-        np.array([mine]), subject=subject
-    ).T
+    of_settings, of_changed, of_parameters = backend.all_gather(np.array([mine]), subject=subject).T
     refuse_other_parameters(of_parameters, made, backend)
     if (of_settings != of_settings[0]).any():
         raise ShardingError(

@@ -155,7 +155,7 @@ def test_onednn_on_some_ranks_alone_is_refused_on_all(backend: Any, monkeypatch:
     with pytest.raises(ValueError, match=r"is oneDNN 3\.2\.0, no library; .*=numpy$"):
         FSDPModel(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
     _this_thread.rank = 1
-    with pytest.raises(ValueError, match="^no library"):
+    with pytest.raises(ValueError, match=r"^no library"):
         FSDPModel(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
 
 

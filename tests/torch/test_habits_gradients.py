@@ -252,6 +252,16 @@ def accumulation_of_kept_gradients(model: Any, x: Any, y: Any) -> list[Any]:
     return [*found, *[one + 0 for one in kept]]
 
 
+def centred(model: Any, x: Any, y: Any) -> None:
+    """A number of the whole gradient, of the shape of one element."""
+    optimizer = optimizer_of(model, lr=0.1)
+    nets.squared(model, x, y).backward()
+    for p in model.parameters():
+        p.grad.data.add_(-p.grad.data.mean(dim=0, keepdim=True))
+        p.grad.sub_(p.grad.view(-1).sum().view([1] * p.dim()))
+    optimizer.step()
+
+
 def assigned_gradients(model: Any, x: Any, y: Any) -> list[Any]:
     """PyTorch adds to the tensor that the program has assigned; also changes of ``p.grad``."""
     optimizer = optimizer_of(model, lr=0.1)
@@ -293,7 +303,7 @@ def kept_gradients(model: Any, x: Any, y: Any) -> list[Any]:
 HABITS = [
     descent, momentum_and_adam, clipping, statistics, accumulation, sharpness, changes_in_place,
     surgery, kept_gradients, kept_by_an_optimizer, kept_views, accumulation_of_kept_gradients,
-    assigned_gradients,
+    assigned_gradients, centred,
 ]  # fmt: skip
 
 
@@ -334,6 +344,40 @@ def refuse_gradients_of_no_sync(model: Any, x: Any, y: Any) -> None:
     assert float(weight.grad.norm()) > 0
     torch.testing.assert_close(kept + 0, bias.grad + 0)
     model.zero_grad()
+
+
+@by_path
+@in_worlds(2)
+def test_changes_that_other_ranks_would_not_notice_are_refused(
+    backend: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    x, y = nets.mine(backend, nets.batch("mlp"))
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy, minimum_unit_size=1)
+        optimizer = optimizer_of(model, lr=0.1)
+        nets.squared(model, x, y).backward()
+        optimizer.step()
+        for p in optimizer.param_groups[0]["params"]:  # as Lookahead around an optimizer does
+            p.data.copy_(0.5 * p.data)
+        if strategy == "ddp":
+            nets.squared(model, x, y).backward()
+            assert mst.check_replicas(model)
+        else:
+            with pytest.raises(ShardingError, match=r"'2.bias' .* through optimizer.param_groups"):
+                nets.squared(model, x, y).backward()
+        by_hand = mst.shard(nets.make(nets.perceptron), strategy, minimum_unit_size=1)
+        with pytest.raises(ShardingError, match=r"set parameter '0.weight' to different values"):
+            update_by_hand(by_hand, x, y)
+
+
+def update_by_hand(model: Any, x: Any, y: Any) -> None:
+    """Without the mean over ranks; the copies of ddp are compared before they change again."""
+    for _ in range(2):
+        own = torch.autograd.grad(nets.squared(model, x, y), list(model.parameters()))
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), own, strict=True):
+                p.sub_(gradient, alpha=0.1)
 
 
 CHANGES = {
@@ -381,7 +425,7 @@ def test_gradients_that_differ_between_ranks_are_refused(backend: Any) -> None:
             weight.grad = weight[:, 0].detach()
         weight.grad = one = torch.full_like(weight, 0.5)
         one.mul_(2)
-        for use in (optimizer_of(model, lr=0.1).step, lambda: weight.grad):
+        for use in (optimizer_of(model, lr=0.1).step, functools.partial(getattr, weight, "grad")):
             with pytest.raises(ShardingError, match=r"assigned .* '0.weight' was changed after"):
                 use()
         weight.grad = one
