@@ -164,7 +164,8 @@ class StoredParameter:
 
 def _keeps_nothing() -> bool:
     """Return True if PyTorch's own code reads the gradient, such as an optimizer or clipping."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(("torch.", "mpishard."))
+    caller = str(sys._getframe(2).f_globals.get("__name__"))
+    return caller.startswith(("torch.", "mpishard."))
 
 
 class OwnedTensor(torch.nn.Parameter):  # type: ignore[misc]
@@ -312,11 +313,10 @@ class OwnedParameter(StoredParameter):
             return gradient
         if vars(gradient).get("_is_local"):
             return gradient  # All its uses are refused.
-        values = plain(gradient).clone()
-        kind = type(gradient)
+        values: Any = plain(gradient).clone()
         if self.owner.shards_state:
             values = GradientPart.of(self, values)
-            values.__class__ = kind  # It is a plain tensor while an optimizer updates.
+            values.__class__ = type(gradient)  # A plain tensor while an optimizer updates.
         native_gradient.__set__(self.tensor, values)
         return values
 
@@ -326,7 +326,7 @@ class OwnedParameter(StoredParameter):
         if gradient is None or self.owner.backend.world_size == 1:
             return 0
         if self.owner.shards_state:
-            return vars(gradient).get("_changes", [0])[0]
+            return int(vars(gradient).get("_changes", [0])[0])
         return 0 if gradient is self.stored_gradient else checksum(gradient)
 
     def note_local(self, gradient: Any, *, is_local: bool) -> None:

@@ -266,7 +266,7 @@ class ShardedModule(Uncopied):
         else:
             # With ddp each rank has updated all parameters, and nothing has to be sent.
             self.parameters.changed()
-        for part in self.parts:
+        for part in self.parts if self.shards_state else ():
             part.note_update()
         self.gradients.finish()
 

@@ -364,7 +364,7 @@ def test_changes_that_other_ranks_would_not_notice_are_refused(
             nets.squared(model, x, y).backward()
             assert mst.check_replicas(model)
         else:
-            with pytest.raises(ShardingError, match=r"'2.bias' .* through optimizer.param_groups"):
+            with pytest.raises(ShardingError, match=r"changed .* through optimizer.param_groups"):
                 nets.squared(model, x, y).backward()
         by_hand = mst.shard(nets.make(nets.perceptron), strategy, minimum_unit_size=1)
         with pytest.raises(ShardingError, match=r"set parameter '0.weight' to different values"):
