@@ -174,7 +174,9 @@ _ROW = 1 << 15  # Bytes of a row.
 def checksum(value: object) -> int:
     """Return a checksum of a tensor's values, or of another argument of a method."""
     if isinstance(value, torch.Tensor):
-        values = plain(value).detach().contiguous().reshape(-1)
+        value = plain(value) if isinstance(value, GradientPart) else value
+        # This gathers a parameter that is not in memory.
+        values = plain(torch.Tensor.detach(value).contiguous().reshape(-1))
         # After numpy() PyTorch could not free the memory of gathered parameters.
         data = np.from_dlpack(values.view(torch.uint8))
         rows = data[: data.size // _ROW * _ROW].view(np.uint64).reshape(-1, _ROW // 8)
