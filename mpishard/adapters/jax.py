@@ -242,6 +242,12 @@ class JaxModel(TreeModel):
         self._state.share(ranks)
         return bool(self._state.leaves)
 
+    def kept_state(self) -> object:
+        return copy.copy(self._state)
+
+    def restore_state(self, kept: object) -> None:
+        vars(self._state).update(vars(kept))
+
     def choices(self) -> Document:
         """Return the state."""
         return {_STATE: self._state.to_text()} if self._state.leaves else {}

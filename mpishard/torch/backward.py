@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,8 +25,8 @@ from mpishard.sharding import ParameterEntry, Piece
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
-from mpishard.torch.gradients import keep, plain
-from mpishard.torch.parameters import Changes, OwnedParameter
+from mpishard.torch.gradients import plain
+from mpishard.torch.parameters import Changes, OwnedParameter, native_gradient
 
 
 def _joined(gradients: list[torch.Tensor]) -> Array:
@@ -37,24 +36,13 @@ def _joined(gradients: list[torch.Tensor]) -> Array:
     return gradients[0].numpy().reshape(-1)  # type: ignore[no-any-return]
 
 
-def _counts_all() -> bool:
-    """Return True if Python counts a reference to a tensor that PyTorch's C++ has."""
-    tensor, holder = torch.zeros(1), torch.zeros(1, requires_grad=True)
-    before = sys.getrefcount(tensor)
-    holder.grad = tensor
-    return sys.getrefcount(tensor) > before
-
-
-_COUNTS_ALL = _counts_all()
-
-
 class BackwardPasses:
     """Transfer of gradients from autograd to the store, until the end of ``backward()``.
 
     `receive` takes each gradient and writes it to the store, which reduces each unit when it and
     all later units are complete. At the end of the pass the other units are reduced, and each
-    part's ``grad`` becomes a view of the store. Gradients add up until a part's ``grad`` is set to
-    None.
+    part's ``grad`` becomes a view of the store, or, if it is the user's, gets the sum in place.
+    Gradients add up until a part's ``grad`` is set to None.
 
     If ``backward()`` raises on every rank after the same units, the loop can continue after
     ``zero_grad()``.
@@ -114,11 +102,12 @@ class BackwardPasses:
         # that the reference is dead after a pass that raised.
         self._ending: Callable[[], object] = lambda: None
         self._views: dict[int, torch.Tensor] = {}
-        # The tensor that each part has had as its gradient. It is used again, because a new one
-        # costs more than the sum of a small gradient over ranks.
-        self._given: dict[int, torch.Tensor] = {}
-        # Gradients that the user has assigned in place of the store's. This pass adds to them.
-        self._assigned: list[tuple[OwnedParameter, torch.Tensor]] = []
+        # Gradients that are the user's, by place, to which the sum over ranks is added in place.
+        # `_waiting` are those for which passes inside `no_sync` have added to the store.
+        self._of_user: dict[int, torch.Tensor] = {}
+        self._waiting: dict[int, torch.Tensor] = {}
+        # True for each part for which the store had a gradient before this pass.
+        self._live: list[bool] = []
         self._training = training_of(self._backend)
         # One flag for each part that has a gradient, and a last one for changed buffers.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
@@ -146,56 +135,36 @@ class BackwardPasses:
         torch.autograd.Variable._execution_engine.queue_callback(ending)
         self.part_of_step.enter_context(span("backward"))
         gradients = self._gradients
-        live = [part.tensor.grad is not None for part in self._parts]
-        self._flags[:-1] = live
-        for part, is_live in zip(self._parts, live, strict=True):
-            part.has_assigned_gradient &= is_live  # else cleared by zero_grad()
-        for place, part in enumerate(self._parts) if any(live) else ():
-            gradient = part.tensor.grad
-            if live[place] and plain(gradient).data_ptr() != self._view(part).data_ptr():
-                self._assigned.append((part, gradient))
-                live[place] = False
-        self._leave_to_user()
-        is_first = not any(live)
+        self._live.clear()
+        self._of_user.clear()
+        for place, part in enumerate(self._parts):
+            part.require_updated()
+            gradient = part.present_gradient()
+            self._flags[place] = gradient is not None
+            is_of_user = gradient is not None and gradient is not part.stored_gradient
+            if is_of_user:
+                self._of_user[place] = gradient
+            waits = self._waiting.pop(place, None) is gradient
+            self._live.append(gradient is not None and (waits or not is_of_user))
+        is_first = not any(self._live)
         if is_first and self._has_local:
             gradients.abandon()  # The user cleared gradients of no_sync() before their reduction.
             self._forget_views()
         gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
-            self._go_on(live)
+            self._go_on()
         self._arrivals = Arrivals(self._plan, gradients, self.scale, _joined)
-
-    def _leave_to_user(self) -> None:
-        """Give gradients of earlier passes, which the user still has, memory of their own."""
-        # A tensor is used again only if it is as it was made, and nobody else has it.
-        can_stay = _COUNTS_ALL and self.syncs and not self._has_local
-        with torch._C.DisableTorchFunctionSubclass():  # It costs time for each attribute.
-            for place in list(self._given):
-                given, part = self._given[place], self._parts[place]
-                present = part.tensor.grad
-                is_as_made = can_stay and given.is_set_to(self._view(part))
-                is_as_made = is_as_made and not given.requires_grad
-                # Three references are those of this function, of the dict and of the call. From
-                # Python 3.14 on a call with `given` itself would have none of its own.
-                is_ours = given is present or sys.getrefcount(self._given[place]) == 3
-                if is_as_made and is_ours:
-                    continue
-                reference = weakref.ref(given)
-                del given, self._given[place]
-                users = reference()
-                if users is not None and users is not present:
-                    keep(users)  # This pass overwrites the memory.
 
     def _forget_views(self) -> None:
         """Discard tensors in the store's memory."""
         self._views.clear()
-        self._given.clear()
+        for part in self._parts:
+            part.stored_gradient = None
 
-    def _go_on(self, live: Sequence[bool]) -> None:
+    def _go_on(self) -> None:
         """Prepare the store so that gradients are added to those of earlier passes.
 
         A gradient that is already reduced must count only once in the next sum over ranks.
-        ``live`` is True for each part that has such a gradient.
         """
         gradients = self._gradients
         if self._is_reduced and isinstance(gradients, ReplicatedGradients):
@@ -208,7 +177,7 @@ class BackwardPasses:
                 gradients.vector[...] *= 1 / self._backend.world_size
         self._is_reduced = False
         # A part whose gradient was set to None may still have values of earlier passes.
-        for part in [p for p, is_live in zip(self._parts, live, strict=True) if not is_live]:
+        for part in [p for p, is_live in zip(self._parts, self._live, strict=True) if not is_live]:
             unit = part.unit
             if isinstance(gradients, ReplicatedGradients) or self._has_local:
                 full = gradients.gradient(unit)
@@ -224,8 +193,8 @@ class BackwardPasses:
     def _drop_raised(self) -> None:
         """Discard the pass that raised. Collective, unless it was inside `no_sync`."""
         assert self._arrivals is not None
-        assigned = [part for part, _ in self._assigned]
-        if any(part.tensor.grad is not None for part in self._parts if part not in assigned):
+        kept = [n for n, part in enumerate(self._parts) if part.present_gradient() is not None]
+        if any(place not in self._of_user or self._live[place] for place in kept):
             raise ShardingError(
                 "the last backward() raised, and the gradients hold a part of it: call "
                 "optimizer.zero_grad() before the next backward()"
@@ -245,7 +214,6 @@ class BackwardPasses:
                 raise
         self._gradients.abandon()
         self._forget_views()
-        self._assigned.clear()
         self._has_local = self._is_reduced = False
         self._arrivals = None
         self.part_of_step.close()
@@ -274,20 +242,16 @@ class BackwardPasses:
             self._flags, changed, of_loaders = np.split(message, ends)
         if self._gathered is not None:
             self._gathered.release()
-        # One that each rank has whole must count once in the next sum over ranks, as in `_go_on`.
-        is_whole = isinstance(self._gradients, ReplicatedGradients)
-        is_whole = is_whole and not isinstance(self._gradients, ScatteredGradients)
-        share = 1 / self._backend.world_size if self._has_local and is_whole else 1
-        for part, gradient in self._assigned:
-            self._view(part).add_(plain(gradient).detach(), alpha=share)
-        self._assigned.clear()
+        is_local = self._has_local and self._backend.world_size > 1
         has_gradient = self._flags.tolist()
         for place, part in enumerate(self._parts):
-            gradient = self._given.get(place) if has_gradient[place] else None
-            if has_gradient[place] and gradient is None:
-                gradient = part.as_gradient(self._view(part), is_local=self._has_local)
-                self._given[place] = gradient
-            part.tensor.grad = gradient
+            if not has_gradient[place]:
+                native_gradient.__set__(part.tensor, None)
+            elif place in self._of_user:
+                self._add_to_user(place, part, is_local=is_local)
+            else:
+                part.store_gradient(self._view(part), is_local=is_local)
+        self._of_user.clear()
         # Last, because they refuse changes, buffers or batches, and gradients are complete then.
         if self.syncs:
             self._changes.compare(changed)
@@ -296,6 +260,19 @@ class BackwardPasses:
         if self.syncs:
             self._training.end_backward(of_loaders)
         self.part_of_step.close()
+
+    def _add_to_user(self, place: int, part: OwnedParameter, *, is_local: bool) -> None:
+        """Add the gradient of this pass to the user's, in place as PyTorch does.
+
+        If ``is_local`` is True, the sum over ranks is added later.
+        """
+        gradient = self._of_user[place]
+        part.note_local(gradient, is_local=is_local)
+        if is_local:
+            self._waiting[place] = gradient
+        else:
+            plain(gradient).detach().add_(self._view(part))
+            part.show_assigned(gradient)
 
     def _view(self, part: OwnedParameter) -> torch.Tensor:
         """Return the gradient of a part, as a tensor in the store's memory."""
@@ -329,7 +306,7 @@ class BackwardPasses:
             raise ShardingError(
                 f"{purpose} needs a complete backward pass, but the last one of this {name} {way}"
             )
-        if self._has_local and any(part.tensor.grad is not None for part in self._parts):
+        if self._has_local and any(part.present_gradient() is not None for part in self._parts):
             raise ShardingError(
                 f"{purpose} needs gradients of all ranks, but the last backward() was inside "
                 "no_sync(): leave no_sync() before the last backward() of a step"

@@ -137,3 +137,13 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
         if converted is not inner:
             module._modules[name] = converted
     return module
+
+
+def layers_of_own_samples(module: torch.nn.Module) -> list[str]:
+    """Return the names of batch normalisation that uses a rank's own samples, in training."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, kind) and part.training and not isinstance(part, SyncBatchNorm)
+    ]

@@ -23,9 +23,10 @@ def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
     add = max if is_largest else operator.add
     sums = {True: 0.0, False: 0.0}  # Of gradients that are split, and of whole gradients.
     for part in parts:
-        if part.tensor.grad is None:
+        gradient = part.present_gradient()
+        if gradient is None:
             continue
-        gradient = plain(part.tensor.grad)
+        gradient = plain(gradient)
         norm = float(torch.linalg.vector_norm(gradient, order)) if gradient.numel() else 0.0
         is_split = part.owner.shards_state
         sums[is_split] = add(sums[is_split], norm if is_largest else norm**order)
@@ -109,7 +110,9 @@ def clip_grad_norm_(
     factor = max_norm / (total + 1e-6)
     if not factor >= 1:  # This is True for NaN, too, as in PyTorch.
         for part in parts:
-            if part.tensor.grad is not None:
-                plain(part.tensor.grad).mul_(factor)
+            gradient = part.present_gradient()
+            if gradient is not None:
+                plain(gradient).mul_(factor)
+                part.show_assigned(gradient)
     dtype = parts[0].tensor.dtype if parts else torch.float32
     return torch.tensor(total, dtype=dtype)

@@ -21,13 +21,12 @@ from mpishard.base import BFLOAT16, Array, CollectiveMismatchError, ShardingErro
 from mpishard.communication import Work, called_as
 from mpishard.models import ShardedParameters
 from mpishard.observe import MemoryCategory
-from mpishard.torch.gradients import GradientPart
+from mpishard.torch.gradients import GradientPart, checksum
 from mpishard.torch.parameters import (
     RANDOM,
     ChangedOnce,
     SharedParameter,
     StateDict,
-    checksum,
     require_equal,
     set_differently,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -72,6 +73,9 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
     # collector cannot see that.
     _reference: weakref.ref[Any]
     _is_local: bool
+    # A checksum of the calls that have changed or made the values, with their arguments. Tensors in
+    # the same memory, such as p.grad.data, have the same list.
+    _changes: list[int]
 
     @classmethod
     def of(cls, owned: Any, values: torch.Tensor, *, is_local: bool = False) -> GradientPart:
@@ -87,7 +91,7 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
             True if they are not reduced over the ranks, inside of `no_sync`.
         """
         part: GradientPart = values.as_subclass(cls)
-        part._reference, part._is_local = weakref.ref(owned), is_local
+        part._reference, part._is_local, part._changes = weakref.ref(owned), is_local, [0]
         return part
 
     @property
@@ -172,10 +176,22 @@ def plain(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.as_subclass(torch.Tensor)
 
 
-def keep(gradient: torch.Tensor) -> None:
-    """Give a gradient, which the user still has, its values in memory of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient.data = gradient.detach().clone()
+_ROW = 1 << 15  # Bytes of a row.
+
+
+def checksum(value: object) -> int:
+    """Return a checksum of a tensor's values, or of another argument of a method."""
+    if isinstance(value, torch.Tensor):
+        value = plain(value) if isinstance(value, GradientPart) else value
+        # This gathers a parameter that is not in memory.
+        values = plain(torch.Tensor.detach(value).resolve_conj().contiguous().reshape(-1))
+        # After numpy() PyTorch could not free the memory of gathered parameters.
+        data = np.from_dlpack(values.view(torch.uint8))
+        rows = data[: data.size // _ROW * _ROW].view(np.uint64).reshape(-1, _ROW // 8)
+        # The sum of the rows is computed at the speed of memory, many times that of a checksum.
+        start = zlib.crc32(rows.sum(axis=0).data) if len(rows) else 0
+        return zlib.crc32(data[rows.nbytes :].data, start)
+    return zlib.crc32(repr(value).encode())
 
 
 def _form(part: Any) -> torch.Tensor:
@@ -235,21 +251,41 @@ def _fits(value: Any, owned: Any) -> bool:
 def _on_part(part: GradientPart, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call an elementwise function with this rank's elements of each argument."""
     owned = part._owned
+    marks = [_mark(x) for x in tree_iter((args, kwargs))]
+    mark = zlib.crc32(f"{function.__name__} {marks}".encode())
 
     def own(value: Any) -> Any:
         if isinstance(value, GradientPart):
             return value.to_local()
-        if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
+        if value.numel() == 1:
+            return value.reshape(1)
         return value.expand(owned.entry.shape).reshape(-1)[owned.in_parameter]
 
     given = [own(x) for x in args]
     result = function(*given, **{key: own(x) for key, x in kwargs.items()})
     if isinstance(args[0], GradientPart) and result is given[0]:
+        args[0]._changes[0] = mark
+        owned.show_assigned(args[0])
         return args[0]
     if not isinstance(result, torch.Tensor) or result.shape != (owned.stop - owned.start,):
         return result
-    return GradientPart.of(owned, result)
+    found = GradientPart.of(owned, result)
+    if isinstance(args[0], GradientPart) and _memory_of(result) == _memory_of(given[0]):
+        found._changes = args[0]._changes
+    else:
+        found._changes[0] = mark
+    return found
+
+
+def _mark(value: Any) -> Any:
+    """Return what must be the same on all ranks of an argument of a change."""
+    if isinstance(value, GradientPart):
+        return value._changes[0]
+    if isinstance(value, torch.Tensor):
+        return checksum(value)
+    return value if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 class _Whole:
@@ -270,13 +306,21 @@ class _Whole:
     def note_versions(self) -> None:
         self._versions = self.values._version, plain(self.part)._version
 
+    def follow(self) -> None:
+        """Take the gradient's values anew if it has changed since. Collective then."""
+        GradientPart._require_reduced(self.part)
+        if plain(self.part)._version != self._versions[1]:
+            with torch.no_grad():
+                self.values.copy_(GradientPart.full_tensor(self.part))
+            self.note_versions()
+
     def write(self) -> None:
         """Write the values to the part if they have changed.
 
         Raises
         ------
         ShardingError
-            If the part has changed, too, since it was gathered.
+            If one call has changed the part, too.
         """
         mine, of_part = self._versions
         if self.values._version == mine:
@@ -285,11 +329,13 @@ class _Whole:
         owned = self.part._owned
         if own._version != of_part:
             raise ShardingError(
-                f"a view of the gradient of {owned.entry.name!r} was changed after the gradient: "
-                "take the view, such as p.grad.view(-1), anew for each change"
+                f"one call changed the gradient of {owned.entry.name!r} and a view of it, such as "
+                "p.grad.view(-1): change one of them"
             )
         with torch.no_grad():
             own.copy_(real_numbers(self.values)[owned.in_parameter].view(own.shape))
+        self.part._changes[0] = checksum(self.values)
+        owned.show_assigned(self.part)
         self.note_versions()
 
     def show(self, result: Any) -> Any:
@@ -332,11 +378,12 @@ def _memory_of(tensor: torch.Tensor) -> object:
 
 
 class _WholeView(torch.Tensor):  # type: ignore[misc]
-    """View of a gathered gradient, such as ``p.grad[0]``; changes of it are the gradient's."""
+    """View of a gathered gradient, such as ``p.grad[0]``; changes of either are the other's."""
 
     _whole: _Whole
 
     def __repr__(self, **_: object) -> str:
+        self._whole.follow()
         return repr(plain(self))
 
     def __iter__(self) -> Any:
@@ -352,5 +399,7 @@ class _WholeView(torch.Tensor):  # type: ignore[misc]
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args)
         wholes = {x._whole: x for x in tree_iter((args, kwargs)) if isinstance(x, cls)}
+        for whole in wholes:
+            whole.follow()
         args, kwargs = tree_map_only(cls, plain, (args, kwargs or {}))
         return _write_and_show(wholes, function(*args, **kwargs))

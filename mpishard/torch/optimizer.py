@@ -19,7 +19,8 @@ from mpishard.observe import span
 from mpishard.optimizers import (
     Optimizer,
 )
-from mpishard.torch.gradients import GradientPart, plain
+from mpishard.torch.batch_norm import layers_of_own_samples
+from mpishard.torch.gradients import GradientPart
 from mpishard.torch.lone_saves import warn_of_lone_saves
 from mpishard.torch.optimizer_state import (
     checksum_of_parameters,
@@ -28,7 +29,7 @@ from mpishard.torch.optimizer_state import (
     refuse_other_parameters,
     slice_states,
 )
-from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict, checksum
+from mpishard.torch.parameters import OwnedParameter, PlacedParameter, StateDict
 from mpishard.torch.rule_optimizer import RuleOptimizer
 from mpishard.torch.sharded import ShardedModule, module_of, owned_parameter
 
@@ -244,12 +245,10 @@ def _before_step(
     ]
     backend, subject = owners[0].backend, owners[0].layout.subject
     # Each rank updates other elements, so that different settings would raise no error.
-    assigned = _assigned_gradients(made)
-    texts = repr(chosen), repr(assigned)
+    changed = _changed_gradients(made)
+    texts = repr(chosen), repr(changed)
     mine = [*(zlib.crc32(text.encode()) for text in texts), checksum_of_parameters(made)]
-    of_settings, of_assigned, of_parameters = backend.all_gather(
-        np.array([mine]), subject=subject
-    ).T
+    of_settings, of_changed, of_parameters = backend.all_gather(np.array([mine]), subject=subject).T
     refuse_other_parameters(of_parameters, made, backend)
     if (of_settings != of_settings[0]).any():
         raise ShardingError(
@@ -257,11 +256,12 @@ def _before_step(
             f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
             "give every rank the same settings, and ReduceLROnPlateau the same value"
         )
-    if (of_assigned != of_assigned[0]).any():
+    if (of_changed != of_changed[0]).any():
         raise ShardingError(
-            "the ranks have assigned different gradients, with which their parameters would differ "
-            f"(checksums by rank, {differences(backend, assigned)}). Nothing was updated; assign "
-            "the same on every rank, such as p.grad = mpishard.torch.mean_over_ranks(values)"
+            "the ranks have changed or assigned gradients differently (checksums by rank, "
+            f"{differences(backend, changed)}), and would train differently. Nothing was updated; "
+            "make the same changes on every rank, such as p.grad.mul_("
+            "mpishard.torch.mean_over_ranks(factor))"
         )
     if closure is not None:
         return (args[0], _Evaluation(owners, made, closure)), {}
@@ -271,25 +271,21 @@ def _before_step(
     return None
 
 
-def _assigned_gradients(made: torch.optim.Optimizer) -> dict[str, str]:
-    """Return checksums of the gradients that the user has assigned and each rank has whole."""
-    checksums = {}
-    for part in made._mpishard_parts.values():
-        if part.has_assigned_gradient:
-            part.has_assigned_gradient = False
-            is_whole = not part.owner.shards_state and part.owner.backend.world_size > 1
-            if is_whole and part.tensor.grad is not None:
-                checksums[f"the gradient of {part.entry.name!r}"] = str(
-                    checksum(plain(part.tensor.grad))
-                )
-    return checksums
+def _changed_gradients(made: torch.optim.Optimizer) -> dict[str, str]:
+    """Return checksums of the gradients, or of their changes, that the user may have changed."""
+    changes = {part: part.change_of_gradient() for part in made._mpishard_parts.values()}
+    return {
+        f"the gradient of {part.entry.name!r}": str(change)
+        for part, change in changes.items()
+        if change
+    }
 
 
 def _take_gradients(made: torch.optim.Optimizer) -> None:
     """Give the optimizer the gradients of its parts as plain tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         for part in _divided(made):
-            gradient = part.tensor.grad
+            gradient = part.present_gradient()
             if type(gradient) is GradientPart:  # `_after_step` makes it one again.
                 gradient.__class__ = torch.Tensor
 
@@ -377,11 +373,14 @@ def record(kind: str, made: torch.optim.Optimizer) -> None:
     step = 1 + sum(1 for _ in folder.glob(f"{kind}-*-{rank}.npz"))
     arrays: dict[str, Any] = {}
     for part in parts:
-        tensor = part.tensor if kind == "parameters" else part.tensor.grad
+        tensor = part.tensor if kind == "parameters" else part.present_gradient()
         own = part.in_parameter
         key = f"{owners.index(part.owner)}/{part.entry.name}/{own.start}/{own.stop}"
         arrays[key] = np.empty(0) if tensor is None else tensor.detach().numpy().reshape(-1)
     np.savez(folder / f"{kind}-{step}-{rank}.npz", **arrays)
+    own = [repr(name) for owner in owners for name in layers_of_own_samples(owner.module)]
+    if own and rank == 0:
+        (folder / "own_samples.txt").write_text(", ".join(own), encoding="utf-8")
     # `mpishard verify` needs no further steps, so that the rest of the script is not run.
     if kind == "parameters" and step == steps:
         raise SystemExit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -15,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from mpishard.base import Array, ShardingError, ShardLayout
 from mpishard.communication import CommunicationBackend, called_as
-from mpishard.models import ParameterStore
+from mpishard.models import ParameterStore, ShardedParameters
 from mpishard.sharding import ParameterEntry, Piece, Unit
 from mpishard.torch.complex_parameters import from_real_numbers
-from mpishard.torch.gradients import GradientPart
+from mpishard.torch.gradients import GradientPart, checksum, plain
 
 StateDict: TypeAlias = dict[str, Any]
 """State of a module or an optimizer, as PyTorch's ``state_dict`` returns it."""
@@ -126,6 +127,11 @@ class StoredParameter:
         self.require_counted()
         args, kwargs = tree_map_only(GradientPart, GradientPart.full_tensor, (args, kwargs))
         backend, subject = store.backend, store.layout.subjects[self.unit.index]
+        has_copies = not store.once_per_node and not isinstance(store, ShardedParameters)
+        if self.unchecked is not None and has_copies:
+            # No backward pass has compared the ranks' copies since their last change.
+            fault = set_differently(self.entry.name)
+            require_equal(checksum(self.parameter), backend, subject, fault)
         if method.__name__ in RANDOM:
             drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
             method(drawn, *args, **kwargs)
@@ -158,6 +164,40 @@ class StoredParameter:
         )
 
 
+def _keeps_nothing() -> bool:
+    """Return True if PyTorch's own code reads the gradient, such as an optimizer or clipping."""
+    caller = str(sys._getframe(2).f_globals.get("__name__"))
+    return caller.startswith(("torch.", "mpishard."))
+
+
+class OwnedTensor(torch.nn.Parameter):  # type: ignore[misc]
+    """What a rank updates of a parameter, as optimizers get it. The user may keep its ``grad``."""
+
+    _owned: OwnedParameter
+
+    @property
+    def data(self) -> torch.Tensor:
+        # PyTorch counts changes of a detached tensor with those of this one.
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        # It stays in the ranks' memory.
+        self.detach().copy_(values.detach().view_as(self))
+
+    @property
+    def grad(self) -> Any:
+        return native_gradient.__get__(self) if _keeps_nothing() else self._owned.hand_out()
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        native_gradient.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        native_gradient.__set__(self, None)
+
+
 class OwnedParameter(StoredParameter):
     """A user's parameter, and the part of it that this rank updates.
 
@@ -177,13 +217,15 @@ class OwnedParameter(StoredParameter):
         entry's shape. Optimizers of PyTorch are given this tensor.
     shape, is_complex
         Shape of the user's parameter, and True if it has pairs of the range's numbers.
-    has_assigned_gradient : bool
-        True if the user has assigned a gradient since the last step. Under DDP the next step
-        compares the ranks'.
+    stored_gradient : torch.Tensor or None
+        Gradient in the store's memory, which `tensor` has as ``grad`` until the user reads it.
     """
 
-    tensor: torch.Tensor
-    has_assigned_gradient: bool = False
+    tensor: OwnedTensor
+    stored_gradient: torch.Tensor | None = None
+    # This rank's part of a gradient that the user has assigned whole, the user's tensor, and the
+    # number of its changes.
+    _assigned: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
     def __init__(
         self, owner: Any, index: int, entry: ParameterEntry, unit: Unit, parameter: torch.Tensor
@@ -218,26 +260,110 @@ class OwnedParameter(StoredParameter):
         """Return all real numbers of the parameter, or of a state, in the parameter's shape."""
         return from_real_numbers(numbers, self.shape, is_complex=self.is_complex)
 
-    def as_gradient(self, values: torch.Tensor, *, is_local: bool = False) -> Any:
-        """Return a new tensor in the memory of ``values``, to be the ``grad`` of `tensor`.
+    def note_update(self) -> None:
+        """Remember the changes of `tensor`, all of which other ranks have got."""
+        self._updates = self.tensor._version
+
+    def require_updated(self) -> None:
+        """Refuse changes of `tensor` outside of an optimizer's step.
+
+        Raises
+        ------
+        ShardingError
+            If this rank has a part of the parameter.
+        """
+        if self.owner.shards_state and self.tensor._version != self._updates:
+            raise ShardingError(
+                f"the part of parameter {self.entry.name!r} that this rank updates was changed "
+                "after optimizer.step(), through optimizer.param_groups, and other ranks do not "
+                "have the change: change the parameters of the model, such as for p in "
+                "model.parameters(), or make the change inside step()"
+            )
+
+    def present_gradient(self) -> Any:
+        """Return the ``grad`` of `tensor`, for a reader who does not keep it.
+
+        Raises
+        ------
+        ShardingError
+            If the user has assigned a tensor, of which this rank has a part, and changed it since.
+        """
+        gradient = native_gradient.__get__(self.tensor)
+        if self._assigned is not None:
+            part, value, version = self._assigned
+            if part is not gradient:
+                self._assigned = None
+            elif value._version != version:
+                raise ShardingError(
+                    f"the tensor that was assigned to the gradient of {self.entry.name!r} was "
+                    "changed afterwards, and this rank has a part of its earlier values: change "
+                    "p.grad instead, or assign the tensor again"
+                )
+        return gradient
+
+    def store_gradient(self, view: torch.Tensor, *, is_local: bool) -> None:
+        """Let `tensor` have a gradient in the store's memory, ``view``, as its ``grad``.
 
         If ``is_local`` is True, it is not reduced over the ranks yet.
         """
-        if not self.gives_parts:
-            return values.as_subclass(torch.Tensor)
-        return GradientPart.of(self, values, is_local=is_local and self.owner.shards_state)
+        stored = self.stored_gradient
+        # A tensor is used again, because a new one costs more than the sum of a small gradient.
+        is_part = is_local or self.gives_parts
+        if stored is None or is_local or vars(stored).get("_is_local"):
+            stored = view.as_subclass(torch.Tensor)
+            stored = GradientPart.of(self, view, is_local=is_local) if is_part else stored
+            self.stored_gradient = stored
+        if is_part:
+            stored._changes[0] = 0
+        native_gradient.__set__(self.tensor, stored)
+
+    def hand_out(self) -> Any:
+        """Return the ``grad`` of `tensor` to the user, who may keep it, and views of it.
+
+        So it has memory of its own, to which later backward passes add.
+        """
+        gradient = self.present_gradient()
+        if gradient is None or gradient is not self.stored_gradient:
+            return gradient
+        if vars(gradient).get("_is_local"):
+            return gradient  # All its uses are refused.
+        values: Any = plain(gradient).clone()
+        if self.gives_parts:
+            values = GradientPart.of(self, values)
+            values.__class__ = type(gradient)  # A plain tensor while an optimizer updates.
+        native_gradient.__set__(self.tensor, values)
+        return values
+
+    def change_of_gradient(self) -> int:
+        """Return a checksum of what the user may have changed of the gradient; 0 if nothing."""
+        gradient = self.present_gradient()
+        if gradient is None or self.owner.backend.world_size == 1:
+            return 0
+        if self.gives_parts:
+            return int(vars(gradient).get("_changes", [0])[0])
+        return 0 if gradient is self.stored_gradient else checksum(gradient)
+
+    def note_local(self, gradient: Any, *, is_local: bool) -> None:
+        """Let a gradient of the user's refuse its uses while it is not reduced over the ranks."""
+        if type(gradient) is GradientPart:
+            gradient._is_local = is_local
+            if not self.gives_parts:
+                gradient.__class__ = GradientPart if is_local else torch.Tensor
+        elif is_local and type(gradient) is torch.Tensor:
+            gradient._reference, gradient._is_local = weakref.ref(self), True
+            gradient.__class__ = GradientPart
 
     def restore_gradient(self) -> None:
         """Make ``grad`` of `tensor`, which an optimizer has read as a plain tensor, a part."""
-        gradient = self.tensor.grad
+        gradient = native_gradient.__get__(self.tensor)
         if type(gradient) is torch.Tensor and self.gives_parts:
             if "_reference" in vars(gradient):
                 gradient.__class__ = GradientPart
             else:
-                self.tensor.grad = self.as_gradient(gradient)
+                native_gradient.__set__(self.tensor, GradientPart.of(self, gradient))
 
-    def assigned(self, value: torch.Tensor) -> Any:
-        """Return a gradient that the user assigns, for the ``grad`` of `tensor`.
+    def assign(self, value: torch.Tensor) -> None:
+        """Let the user's tensor be the gradient.
 
         Collective if it is a whole gradient and this rank owns a part: the ranks' must be equal.
 
@@ -248,6 +374,7 @@ class OwnedParameter(StoredParameter):
             rank, if ranks assign different values.
         """
         entry, owner = self.entry, self.owner
+        value = value.to_dense() if value.is_sparse else value
         if value.shape != self.shape or (value.is_complex() and not self.is_complex):
             kind = "a complex tensor" if value.is_complex() else "a tensor"
             raise ShardingError(
@@ -255,19 +382,34 @@ class OwnedParameter(StoredParameter):
                 f"{tuple(value.shape)}"
             )
         if not self.gives_parts or (isinstance(value, GradientPart) and value._owned is self):
-            return value
-        value = value.full_tensor() if isinstance(value, GradientPart) else value.detach()
-        numbers = torch.empty(entry.shape, dtype=self.tensor.dtype)
-        self.whole(numbers).copy_(value)
-        if not owner.shards_state:
-            return GradientPart.of(self, numbers)
-        values = numbers.view(-1)
-        require_equal(
-            checksum(values), owner.backend, owner.layout.subjects[self.unit.index],
-            f"the ranks assign different values to the gradient of {entry.name!r}, of which each "
-            "rank updates a part",
-        )  # fmt: skip
-        return GradientPart.of(self, values[self.in_parameter].clone())
+            native_gradient.__set__(self.tensor, value)
+            return
+        value = value.full_tensor() if isinstance(value, GradientPart) else plain(value).detach()
+        values = torch.empty(entry.size, dtype=self.tensor.dtype)
+        self.whole(values).copy_(value)
+        if owner.shards_state:
+            require_equal(
+                checksum(values), owner.backend, owner.layout.subjects[self.unit.index],
+                f"the ranks assign different values to the gradient of {entry.name!r}, of which "
+                "each rank updates a part",
+            )  # fmt: skip
+        own = values[self.in_parameter].clone().view(self.tensor.shape)
+        part = GradientPart.of(self, own)
+        part._changes[0] = 0 if owner.shards_state else checksum(values)
+        self._assigned = part, value, value._version
+        native_gradient.__set__(self.tensor, part)
+
+    def show_assigned(self, gradient: torch.Tensor) -> None:
+        """Write ``gradient`` to the user's tensor if it is one that the user assigned.
+
+        Collective then, because this rank has a part of it.
+        """
+        if self._assigned is None or self._assigned[0] is not gradient:
+            return
+        value = self._assigned[1]
+        with torch.no_grad():
+            value.copy_(self._assigned[0].full_tensor())
+        self._assigned = gradient, value, value._version
 
     def refuse_optimizer(self, kind: str) -> None:
         """Refuse an optimizer of whole parameters if this rank owns only a part."""
@@ -337,14 +479,6 @@ class Changes:
 def set_differently(name: str) -> str:
     """Return the fault of ranks that set a parameter differently, for `require_equal`."""
     return f"the ranks have set parameter {name!r} to different values"
-
-
-def checksum(value: object) -> int:
-    """Return a checksum of a tensor's values, or of another argument of a method."""
-    if isinstance(value, torch.Tensor):
-        values = torch.Tensor.detach(value).resolve_conj().contiguous().reshape(-1)
-        return zlib.crc32(values.view(torch.uint8).numpy().data)
-    return zlib.crc32(repr(value).encode())
 
 
 def require_equal(
@@ -526,14 +660,15 @@ class SharedParameter(PlacedParameter):
             return None
         part = self._stored
         part.restore_gradient()
-        return part.tensor.grad
+        return part.present_gradient() if _keeps_nothing() else part.hand_out()
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        part = self._stored
-        part.tensor.grad = None if value is None else part.assigned(value)
-        part.has_assigned_gradient = value is not None
+        if value is None:
+            native_gradient.__set__(self._stored.tensor, None)
+        else:
+            self._stored.assign(value)
 
     @grad.deleter
     def grad(self) -> None:
-        self._stored.tensor.grad = None
+        native_gradient.__set__(self._stored.tensor, None)

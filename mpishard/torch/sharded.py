@@ -37,6 +37,7 @@ from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whol
 from mpishard.torch.parameters import (
     Changes,
     OwnedParameter,
+    OwnedTensor,
     SharedParameter,
     Uncopied,
     native_gradient,
@@ -223,7 +224,9 @@ class ShardedModule(Uncopied):
             (own,) = self.parameters.owned([part.piece])
             shape = own.shape if self.shards_state else part.entry.shape
             trained = part.entry.trainable
-            part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), trained)
+            part.tensor = OwnedTensor(torch.from_numpy(own).view(shape), trained)
+            part.tensor._owned = part
+            part.note_update()
             if trained:
                 native_gradient.__set__(parameter, None)
                 take = functools.partial(_receive, weakref.ref(self), len(self.parts))
@@ -263,6 +266,8 @@ class ShardedModule(Uncopied):
         else:
             # With ddp each rank has updated all parameters, and nothing has to be sent.
             self.parameters.changed()
+        for part in self.parts if self.shards_state else ():
+            part.note_update()
         self.gradients.finish()
 
 

@@ -189,7 +189,11 @@ def minimize(
     if differing := differences(backend, choices):
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
     run = _Minimization(config, rule, limits, Objective(fun, jac, theta), callback)
-    return run.go(samples, saving, box)
+    with ExitStack() as stack:
+        if _has_state(callback):
+            # Refuses an object that several thread-ranks share, before a checkpoint changes it.
+            Run([callback], run.backend).enter(stack)
+        return run.go(samples, saving, box)
 
 
 @dataclass
@@ -276,15 +280,12 @@ class _Minimization:
         return kept, found is not None
 
     def _enter(self, stack: ExitStack, metrics: PathLike | None) -> None:
-        """Open the metrics, which ``stack`` closes, and take the callback into use. Collective."""
+        """Open the metrics, which ``stack`` closes. Collective."""
         with same_outcome(self.backend):
             if metrics is not None and self.backend.rank == 0:
                 # Later lines are those of a run that was killed, and come again.
                 self.writer = MetricsWriter(metrics, resume_step=self.optimizer.steps)
                 stack.callback(self.writer.close)
-        if _has_state(self.callback):
-            # Refuses an object that several thread-ranks share.
-            Run([self.callback], self.backend).enter(stack)
 
     def _iterate(self, samples: LeafSamples) -> float:
         """Make one iteration, and return the loss before it. Collective.

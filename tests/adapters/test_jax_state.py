@@ -12,7 +12,7 @@ import pytest
 import mpishard as ms
 from mpishard.adapters import JaxModel
 from mpishard.adapters.jax_state import JaxState
-from mpishard.errors import CheckpointError, ShardingError
+from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.testing.worlds import in_worlds
 
 jax = pytest.importorskip("jax", reason="JAX is not installed here; pip install 'mpishard[jax]'")
@@ -218,6 +218,28 @@ def wrap(backend: Any, strategy: str, one: JaxModel, **options: Any) -> tuple[An
 
 def close(actual: Any, expected: Any) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+@by_strategy
+@in_worlds(1, 2, 3)
+def test_a_refused_step_leaves_the_state_of_before(backend: Any, strategy: str) -> None:
+    one = model(plain)
+    sharded, optimizer = wrap(backend, strategy, one)
+    x, y = (array[rows(backend.rank, 9, 1)] for array in batch(0))
+    optimizer.step(sharded, x, y)
+    before = jax.tree_util.tree_map(np.array, one.state_tree())
+    odd = np.where(backend.rank == 0, np.nan, x)
+    for accumulates in (False, True):
+        if accumulates:
+            with sharded.accumulate():
+                optimizer.step(sharded, x, y)
+        with pytest.raises(NonFiniteLossError):
+            optimizer.step(sharded, odd, y)
+        found = jax.tree_util.tree_leaves(one.state_tree())
+        for leaf, old in zip(found, jax.tree_util.tree_leaves(before), strict=True):
+            np.testing.assert_array_equal(leaf, old)
+    optimizer.step(sharded, x, y)
+    assert int(one.state_tree()["passes"]) == 2
 
 
 def require_equal(program: Any, backend: Any, strategy: str) -> None:

@@ -21,7 +21,7 @@ from mpishard.checkpoint import CheckpointReader, Manifest, write_checkpoint
 from mpishard.checkpoint.format.manifest import KindRecord
 from mpishard.checkpoint.format.tensor_file import FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
-from mpishard.sharding import ParameterEntry, Region
+from mpishard.sharding import FLAT, ParameterEntry, Region
 
 
 @pytest.fixture
@@ -72,6 +72,23 @@ def test_every_range_of_every_cut(
 def weight(start: int, stop: int) -> Region:
     """The first parameter has 6 elements, and each of 3 ranks wrote 2 of the first 5."""
     return Region("a.weight", ((0, 3), (0, 2)), start, stop)
+
+
+def test_a_range_of_the_flat_vector_of_which_parts_are_of_single_parameters(tmp_path: Path) -> None:
+    vector = np.arange(20, dtype=np.float32)
+    entries = [ParameterEntry("a", (4, 3), 0), ParameterEntry("b", (8,), 12)]
+    pieces = [
+        (Region(FLAT, ((0, 20),), 0, 5), vector[:5]),
+        (entries[0].region(5, 12), vector[5:12]),
+        (entries[1].region(12, 14), vector[12:14]),
+        (Region(FLAT, ((0, 20),), 14, 20), vector[14:]),
+    ]
+    write_checkpoint(tmp_path / "c", None, entries, vector.dtype, {"parameters": pieces}, {})
+    with CheckpointReader(tmp_path / "c") as reader:
+        for start, stop in ((0, 20), (3, 13), (6, 8), (14, 20)):
+            out = np.full(stop - start, -1, np.float32)
+            reader.read("parameters", Region(FLAT, ((0, 20),), start, stop), out)
+            assert np.array_equal(out, vector[start:stop])
 
 
 def test_only_the_files_of_the_region_are_opened(path: Path, fakes: Any) -> None:

@@ -145,6 +145,19 @@ def test_onednn_on_some_ranks_alone_is_refused_on_all(backend: Any, monkeypatch:
     with pytest.raises(ValueError, match=r"products of float32 is oneDNN 3\.2\.0, NumPy$"):
         FSDPModel(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
 
+    def without() -> str:
+        if _this_thread.rank:
+            raise ValueError("no library; NumPy multiplies with MPISHARD_PRODUCTS=numpy")
+        return names[0]
+
+    # MPISHARD_PRODUCTS=onednn on a host without it: every rank gets the remedy.
+    monkeypatch.setattr(wrapping, "float32_products", without)
+    with pytest.raises(ValueError, match=r"is oneDNN 3\.2\.0, no library; .*=numpy$"):
+        FSDPModel(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
+    _this_thread.rank = 1
+    with pytest.raises(ValueError, match=r"^no library"):
+        FSDPModel(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
+
 
 @in_worlds(2)
 def test_strategies_that_differ_between_ranks_are_refused_on_all(backend: Any) -> None:

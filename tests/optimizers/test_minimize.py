@@ -272,12 +272,18 @@ def test_metrics_and_the_losses_of_a_callback_go_on_after_a_resume(backend, shar
     assert rows[-1]["evaluations"] == result.nfev
 
 
-def test_a_callback_with_a_state_that_thread_ranks_share_is_refused():
-    shared = Losses()
-    with pytest.raises(ShardingError, match="the callback Losses is one object"):
-        ms.run_in_threads(
-            2, lambda own: ms.minimize(logistic, START, (X, Y), backend=own, callback=shared)
+def test_a_callback_with_a_state_that_thread_ranks_share_is_refused(tmp_path):
+    def run(own, callback):
+        return ms.minimize(
+            logistic, START, (X, Y), backend=own, callback=callback, checkpoint=tmp_path / "run"
         )
+
+    shared = Losses()
+    for _ in range(2):  # The second time there is a checkpoint of a state of other losses.
+        with pytest.raises(ShardingError, match="the callback Losses is one object"):
+            ms.run_in_threads(2, lambda own: run(own, shared))
+        assert shared.kept == []
+        ms.run_in_threads(2, lambda own: run(own, Losses()))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -182,6 +183,109 @@ def surgery(model: Any, x: Any, y: Any) -> None:
     optimizer.step()
 
 
+class DiffGrad(torch.optim.Optimizer):
+    """As public optimizers keep the gradient of the step before: without a copy."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.data
+                before = self.state[p].get("before", torch.zeros_like(p))
+                p.sub_(gradient * torch.sigmoid((before - gradient).abs()), alpha=group["lr"])
+                self.state[p]["before"] = gradient
+
+
+def kept_by_an_optimizer(model: Any, x: Any, y: Any) -> None:
+    optimizer = optimizer_of(model, DiffGrad, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nets.squared(model, x, y).backward()
+        optimizer.step()
+
+
+def kept_views(model: Any, x: Any, y: Any) -> list[Any]:
+    """Views of the gradients of earlier steps, and views that follow gradients that add up."""
+    optimizer, kept, numbers = optimizer_of(model, lr=0.1), [], []
+    for _ in range(3):
+        nets.squared(model, x, y).backward()
+        for p in model.parameters():
+            kept += [p.grad.view(-1), p.grad[0], p.grad.detach(), p.grad.data, p.grad.flatten()]
+            numbers.append(p.grad.numpy())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [2 * one for one in kept] + [torch.tensor(one) for one in numbers]
+    nets.squared(model, x, y).backward()
+    first = [p.grad for p in model.parameters()]
+    flat = [p.grad.view(-1) for p in model.parameters()]
+    nets.squared(model, x, 2 * y).backward()
+    found += [one + 0 for one in (*first, *flat)]
+    optimizer.zero_grad(set_to_none=False)
+    nets.squared(model, x, y).backward()
+    for p, one in zip(model.parameters(), flat, strict=True):
+        p.grad.mul_(2)
+        one[0] += 0.5
+    optimizer.step()
+    return [*found, *[one + 0 for one in (*first, *flat)]]
+
+
+def accumulation_of_kept_gradients(model: Any, x: Any, y: Any) -> list[Any]:
+    """A gradient that the program has is also that of later passes, inside no_sync too."""
+    optimizer, found = optimizer_of(model, lr=0.1), []
+    nets.squared(model, x, y).backward()
+    kept = [p.grad for p in model.parameters()]
+    for scale, is_last in ((2, False), (3, False), (4, True)):
+        is_sharded = hasattr(model[0].weight, "_stored")
+        with mst.no_sync(model) if is_sharded and not is_last else contextlib.nullcontext():
+            nets.squared(model, x, scale * y).backward()
+        if scale == 2:
+            model[2].weight.grad = None
+            del kept[2]
+    found += [one + 0 for one in kept]
+    optimizer.step()
+    optimizer.zero_grad()
+    nets.squared(model, x, y).backward()
+    optimizer.step()
+    return [*found, *[one + 0 for one in kept]]
+
+
+def centred(model: Any, x: Any, y: Any) -> None:
+    """A number of the whole gradient, of the shape of one element."""
+    optimizer = optimizer_of(model, lr=0.1)
+    nets.squared(model, x, y).backward()
+    for p in model.parameters():
+        p.grad.data.add_(-p.grad.data.mean(dim=0, keepdim=True))
+        p.grad.sub_(p.grad.view(-1).sum().view([1] * p.dim()))
+    optimizer.step()
+
+
+def assigned_gradients(model: Any, x: Any, y: Any) -> list[Any]:
+    """PyTorch adds to the tensor that the program has assigned; also changes of ``p.grad``."""
+    optimizer = optimizer_of(model, lr=0.1)
+    mine = [torch.full_like(p, 0.5) for p in model.parameters()]
+    for p, one in zip(model.parameters(), mine, strict=True):
+        p.grad = one
+    nets.squared(model, x, y).backward()
+    found = [one.clone() for one in mine]
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+        p.grad[0] = 0.1
+    found += [one.clone() for one in mine]
+    is_sharded = hasattr(model[0].weight, "_stored")
+    clip = mst.clip_grad_norm_ if is_sharded else torch.nn.utils.clip_grad_norm_
+    clip(model.parameters(), 0.1)
+    found += [one.clone() for one in mine]
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].weight.grad = torch.full_like(model[0].weight, 0.5).to_sparse()
+    nets.squared(model, x, y).backward()
+    optimizer.step()
+    return [*found, *mine]
+
+
 def kept_gradients(model: Any, x: Any, y: Any) -> list[Any]:
     """Gradients of earlier steps, as for SVRG, which a program keeps without a copy."""
     optimizer, kept = optimizer_of(model, lr=0.1), []
@@ -198,7 +302,8 @@ def kept_gradients(model: Any, x: Any, y: Any) -> list[Any]:
 
 HABITS = [
     descent, momentum_and_adam, clipping, statistics, accumulation, sharpness, changes_in_place,
-    surgery, kept_gradients,
+    surgery, kept_gradients, kept_by_an_optimizer, kept_views, accumulation_of_kept_gradients,
+    assigned_gradients, centred,
 ]  # fmt: skip
 
 
@@ -223,12 +328,94 @@ def _plain(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
+def refuse_gradients_of_no_sync(model: Any, x: Any, y: Any) -> None:
+    weight, bias = model[0].weight, model[0].bias
+    nets.squared(model, x, y).backward()
+    kept = bias.grad
+    weight.grad = None
+    with mst.no_sync(model):
+        nets.squared(model, x, y).backward()
+        assert weight.grad is not None
+    for gradient, name in ((weight.grad, "0.weight"), (kept, "0.bias")):
+        for use in (torch.norm, lambda g: g.mul_(2), lambda g: 2 * g, torch.ones_like):
+            with pytest.raises(ShardingError, match=rf"'{name}' is not reduced .* no_sync"):
+                use(gradient)
+    nets.squared(model, x, y).backward()
+    assert float(weight.grad.norm()) > 0
+    torch.testing.assert_close(kept + 0, bias.grad + 0)
+    model.zero_grad()
+
+
+@by_path
+@in_worlds(2)
+def test_changes_that_other_ranks_would_not_notice_are_refused(
+    backend: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    x, y = nets.mine(backend, nets.batch("mlp"))
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy, minimum_unit_size=1)
+        optimizer = optimizer_of(model, lr=0.1)
+        nets.squared(model, x, y).backward()
+        optimizer.step()
+        for p in optimizer.param_groups[0]["params"]:  # as Lookahead around an optimizer does
+            p.data.copy_(0.5 * p.data)
+        if strategy == "ddp":
+            nets.squared(model, x, y).backward()
+            assert mst.check_replicas(model)
+        else:
+            with pytest.raises(ShardingError, match=r"changed .* through optimizer.param_groups"):
+                nets.squared(model, x, y).backward()
+        by_hand = mst.shard(nets.make(nets.perceptron), strategy, minimum_unit_size=1)
+        with pytest.raises(ShardingError, match=r"set parameter '0.weight' to different values"):
+            update_by_hand(by_hand, x, y)
+
+
+def update_by_hand(model: Any, x: Any, y: Any) -> None:
+    """Without the mean over ranks; the copies of ddp are compared before they change again."""
+    for _ in range(2):
+        own = torch.autograd.grad(nets.squared(model, x, y), list(model.parameters()))
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), own, strict=True):
+                p.sub_(gradient, alpha=0.1)
+
+
+CHANGES = {
+    "mul_": lambda g, rank: g.mul_(1.0 + rank),
+    "data": lambda g, rank: g.data.add_(torch.full((7, 5), 0.1 * rank, dtype=g.dtype)),
+    "index": lambda g, rank: g.__setitem__(0, 0.1 * rank),
+    "view": lambda g, rank: g.view(-1).add_(rank),
+}
+
+
+@in_worlds(2)
+def test_changes_of_gradients_that_depend_on_the_rank_are_refused(backend: Any) -> None:
+    mst.init()
+    x, y = nets.mine(backend, nets.batch("mlp"))
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy)
+        optimizer = optimizer_of(model, lr=0.1)
+        for change in CHANGES.values():
+            nets.squared(model, x, y).backward()
+            change(model[0].weight.grad, 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            nets.squared(model, x, y).backward()
+            change(model[0].weight.grad, backend.rank)
+            with pytest.raises(ShardingError, match=r"gradients differently .*'0\.weight' is"):
+                optimizer.step()
+            optimizer.zero_grad()
+
+
 @in_worlds(2, 3)
 def test_gradients_that_differ_between_ranks_are_refused(backend: Any) -> None:
     mst.init()
     x, y = nets.mine(backend, nets.batch("mlp"))
-    for strategy in STRATEGIES[1:]:
+    for strategy in STRATEGIES:
         model = mst.shard(nets.make(nets.perceptron), strategy)
+        refuse_gradients_of_no_sync(model, x, y)
+        if strategy == "ddp":
+            continue
         weight = model[0].weight
         weight.grad = torch.full_like(weight, 0.5)
         assert float(weight.grad.sum()) == 0.5 * weight.numel()
@@ -236,20 +423,16 @@ def test_gradients_that_differ_between_ranks_are_refused(backend: Any) -> None:
             weight.grad = torch.full_like(weight, backend.rank)
         with pytest.raises(ShardingError, match=r"'0.weight' has shape \(7, 5\); got .* \(7,\)"):
             weight.grad = weight[:, 0].detach()
-        weight.grad = None
-        with mst.no_sync(model):
-            nets.squared(model, x, y).backward()
-        local = weight.grad
-        for use in (torch.norm, lambda g: g.mul_(2), lambda g: 2 * g, torch.ones_like):
-            with pytest.raises(ShardingError, match=r"'0.weight' is not reduced .* no_sync"):
-                use(local)
+        weight.grad = one = torch.full_like(weight, 0.5)
+        one.mul_(2)
+        for use in (optimizer_of(model, lr=0.1).step, functools.partial(getattr, weight, "grad")):
+            with pytest.raises(ShardingError, match=r"assigned .* '0.weight' was changed after"):
+                use()
+        weight.grad = one
         nets.squared(model, x, y).backward()
-        before = weight.grad.norm()
         view = weight.grad.view(-1)
-        weight.grad.mul_(2)
-        with pytest.raises(ShardingError, match=r"take the view, .*, anew"):
-            view.add_(1)
-        torch.testing.assert_close(weight.grad.norm(), 2 * before)
+        with pytest.raises(ShardingError, match=r"one call changed the gradient of '0.weight' and"):
+            torch._foreach_add_([weight.grad, view], 1)
         with pytest.raises(ValueError, match="read-only"):
             weight.grad.numpy()[0] = 0
         file = io.BytesIO()
@@ -322,7 +505,7 @@ def test_values_that_forward_sets_are_the_mean_or_refused(
         if backend.world_size > 1:
             other = nets.make(functools.partial(DataDependent, lambda v: v))
             mst.shard(other, strategy)
-            with pytest.raises(ShardingError, match=r"'shift' to different .*mean_over_ranks"):
+            with pytest.raises(ShardingError, match=r"to different .*mean_over_ranks"):
                 other(own[0]).sum().backward()
 
 

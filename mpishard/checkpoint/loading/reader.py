@@ -218,8 +218,10 @@ class CheckpointReader:
             If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
-        for shared, values in self.verified(kind, region):
-            shared.copy(values, out)
+        # Some pieces may be of single parameters, also in a region of the flat vector.
+        for part, values_of_part in self.readable(kind, [(region, out)], self.parameters):
+            for shared, values in self.verified(kind, part):
+                shared.copy(values, values_of_part)
 
     def verified(self, kind: str, region: Region) -> Iterator[tuple[SharedRegion, Array]]:
         """Compare the checksums of what `read` would copy, and yield it, piece by piece.

@@ -155,13 +155,17 @@ _SUM = (
     "step {step}, rank {rank}: the gradient is 1/{ranks} of that of one rank, in every parameter. "
     "So the loss is a sum over samples: pass loss_is_sum=True to mst.shard"
 )
+_OWN_SAMPLES = (
+    "step {step}, rank {rank}: batch normalisation {layers} uses each rank's own samples, and one "
+    "rank all, so that the gradients must differ: call mst.convert_sync_batchnorm(model) before "
+    "mst.shard(), or compare with DDP of PyTorch"
+)
 _CAUSES = {
     "gradients": "step {step}, rank {rank}: the mean gradient of the ranks is not that of one "
     "rank. Does each rank get its part of the batch of one process, and all equally many samples "
     "(mst.DataLoader; or a batch size divided by mst.world_size())? Is the loss a mean over "
-    "samples? Batch normalisation needs mst.convert_sync_batchnorm. Dropout must be off, and no "
-    "other random numbers may be drawn after mst.shard(), which gives each rank its own seed. If "
-    "all of that holds, the fault is mpishard's",
+    "samples? Dropout must be off, and no other random numbers may be drawn after mst.shard(), "
+    "which gives each rank its own seed. If all of that holds, the fault is mpishard's",
     "parameters": "step {step}, rank {rank}: the gradients agree, and the update does not. Does a "
     "learning rate or another setting depend on the number of ranks? If not, the fault is "
     "mpishard's",
@@ -187,6 +191,11 @@ class Recording:
     def steps(self) -> int:
         """Number of steps that rank 0 completed."""
         return sum(1 for _ in self.folder.glob("parameters-*-0.npz"))
+
+    def layers_of_own_samples(self) -> str:
+        """Return the names of batch normalisation of each rank's own samples."""
+        file = self.folder / "own_samples.txt"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
 
     def pieces(self, kind: str, step: int, rank: int = 0) -> list[tuple[str, slice, Array]]:
         """Return name, flat range and values of each piece of a rank."""
@@ -246,6 +255,8 @@ def compare_steps(alone: Recording, on_ranks: Recording, tolerance: float | None
     causes = _CAUSES
     if is_part and on_ranks.ranks > 1:
         causes = causes | {"gradients": _SUM.replace("{ranks}", str(on_ranks.ranks))}
+    elif layers := on_ranks.layers_of_own_samples():
+        causes = causes | {"gradients": _OWN_SAMPLES.replace("{layers}", layers)}
     return Comparison(
         # Names of further models in one optimizer keep a number.
         labels=[(name.removeprefix("0/"),) for name in numbers],

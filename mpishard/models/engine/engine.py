@@ -106,6 +106,7 @@ class Engine:
         self.placement = program.vector.placement
         self.replicas = Replicas(parameters, policy, program.replica)
         self.round = Round(config, program, self.layout.subject)
+        self._state_before: object = None  # of the model, besides parameters, in an open step
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -210,6 +211,8 @@ class Engine:
         inputs, targets = self.program.check_pair(x, y, self.loss)
         if passes is None:
             passes = self.passes if self.config.auto_sync_gradients else OwnPasses(self)
+        if not self.round.is_open:
+            self._state_before = self.program.kept_state()
         # Outside of the block below: a refused call leaves an open round as it was.
         passes.require(self)
         if passes.are_of_replicas and self.sums_loss:
@@ -240,6 +243,7 @@ class Engine:
             self.abandon()
             raise
         self.round.end()
+        self._state_before = None
         self.step_number += 1
 
     def step(
@@ -392,6 +396,9 @@ class Engine:
     def abandon(self) -> None:
         """Drop an unfinished round, and the units in use. Communicates nothing."""
         self.round.end()
+        if self._state_before is not None:
+            self.program.restore_state(self._state_before)
+            self._state_before = None
         self.passes.abandon()
         self.parameters.abandon()
 

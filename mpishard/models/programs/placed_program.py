@@ -102,6 +102,13 @@ class IPlaceableModel(ABC):
         """
         return False
 
+    def kept_state(self) -> object:
+        """Return the state besides parameters that passes replace, for `restore_state`."""
+        return None
+
+    def restore_state(self, kept: object) -> None:
+        """Take a state of before passes whose step was refused. Communicates nothing."""
+
     @property
     def may_use_some(self) -> bool:
         """True if a pass may give some parameters no gradient, and updates then leave them out."""
@@ -217,6 +224,12 @@ class PlacedProgram(WholeProgram):
 
     def share_changed_state(self, backend: CommunicationBackend) -> bool:
         return self._model.share_changed_state(backend)
+
+    def kept_state(self) -> object:
+        return self._model.kept_state()
+
+    def restore_state(self, kept: object) -> None:
+        self._model.restore_state(kept)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed

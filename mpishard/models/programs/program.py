@@ -258,6 +258,13 @@ class Program(ABC):
         """
         return False
 
+    def kept_state(self) -> object:
+        """Return the state besides parameters that passes replace, for `restore_state`."""
+        return None
+
+    def restore_state(self, kept: object) -> None:
+        """Take a state of before passes whose step was refused. Communicates nothing."""
+
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         """Let the model release its parameters: from now on ``holder``'s store has them.
 

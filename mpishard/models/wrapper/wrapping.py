@@ -218,11 +218,15 @@ def require_same_on_all_ranks(
         **program.structure(),
         **shared_choices(config),
     }
+    refusal: ValueError | None = None
     has_loops = program.dtype == np.float32 and not program.device.is_gpu
     if isinstance(program, LayeredProgram) and has_loops:
         # The two round differently: layers that tensor ranks replicate would differ.
         mine["passes of layers"] = "NumPy" if numba_module() is None else "numba"
-        mine["products of float32"] = float32_products()
+        try:
+            mine["products of float32"] = float32_products()
+        except ValueError as error:  # It may be of this rank's host alone.
+            refusal, mine["products of float32"] = error, str(error)
         if config.precision is not None:
             found = library()
             mine["products of bfloat16"] = f"oneDNN {found.version}" if found else "float32"
@@ -232,6 +236,8 @@ def require_same_on_all_ranks(
             "every rank must wrap the same model in the same strategy, with the same options and "
             f"the same ShardingConfiguration; by rank, {differing}"
         )
+    if refusal is not None:
+        raise refusal
 
 
 def build_engine(
