@@ -257,6 +257,8 @@ class _Planner:
         self._pipeline_hosts = mesh.pipeline.nodes
         self._schedule = schedule_of(job)
         self._policy: Policy = DATA_POLICIES[data_strategy(job)]
+        # The part of a rank's micro-batches that add to a gradient which another one has written.
+        self._adding = 0.0 if self._policy.shards_gradients else 1 - 1 / count
 
     def plan(self) -> StepPlan:
         stages = self._stages()
@@ -402,6 +404,8 @@ class _Planner:
         if not is_first:
             unit.input += sum(machine.product_seconds(precision, *p) for p in work.input)
         weight = sum(machine.product_seconds(precision, *p) for p in work.weight)
+        added = sum(2 * p.rows * p.columns for p in work.weight) * self._gradient_bytes
+        weight += self._adding * machine.memory_seconds(added, self._job.ranks_per_host)
         unit.weight += weight
         unit.sent_forward += sum(
             self._tensor_seconds(s.passes, s.elements) for s in work.sent_forward

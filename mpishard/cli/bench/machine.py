@@ -26,7 +26,10 @@ from mpishard.planning import Link, Machine, PassRate, ProductRate, works_of
 from mpishard.sharding import ShardingConfiguration
 
 _SIZES = (16, 64, 256, 1024)
-"""Numbers of rows, columns and inner elements of the products."""
+"""Numbers of columns of the products."""
+
+_FEW = 4
+"""Least number of rows and of inner elements: a micro-batch may have few samples."""
 
 _ROWS, _WIDTH, _HEADS, _TIME = 256, 1024, 8, 128
 """Arrays of passes are _ROWS x _WIDTH: a megabyte in float32, as activations mostly have."""
@@ -110,7 +113,8 @@ class MachineBenchmark:
     def _products(self, backend: CommunicationBackend) -> Iterator[ProductRate]:
         for precision in _precisions():
             dtype = _dtype(precision)
-            for rows, columns, inner in itertools.product(_SIZES, repeat=3):
+            sizes = (_FEW, *_SIZES)
+            for rows, columns, inner in itertools.product(sizes, _SIZES, sizes):
                 x = np.ones((rows, inner), dtype)
                 # As many weights and results as do not fit a cache: a model's come from memory.
                 weights = itertools.cycle(_cold((columns, inner), dtype))

@@ -1,0 +1,91 @@
+"""Planned steps beside measured ones on hosts made of network namespaces, at three rates.
+
+    python benchmarks/plan_hosts.py --netns tests/hosts/netns.sh --json FILE
+
+For each set of hosts and each rate `mpishard bench machine` measures machine and network, and
+`plan_step.py` plans and measures the steps. That needs root, and with the usual sets ten minutes.
+The ranks of a set share the cores of this machine, which the plan does not know: if there are more
+ranks than cores only the rates count at which messages take most of a step.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hosts import LINKS, Hosts
+from rich.table import Table
+
+from mpishard.cli.machine import describe_machine
+from mpishard.cli.outputs import write_json
+from mpishard.cli.tables import show
+from mpishard.cli.wording import milliseconds
+
+JOB = Path(__file__).with_name("plan_step.py")
+SETS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "2x1": (2, 1, tuple(LINKS)),
+    "2x2": (2, 2, ("1 Gbit/s", "100 Mbit/s")),
+    "4x1": (4, 1, ("1 Gbit/s", "100 Mbit/s")),
+}
+"""Name -> hosts, ranks of each, and the links that are measured."""
+
+WAYS = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def measure(
+    hosts: Hosts, count: int, ranks: int, arguments: argparse.Namespace, link: str
+) -> list[dict[str, Any]]:
+    """Return a row for each model and way on these hosts."""
+    rate, delay = LINKS[link]
+    hosts.do("shape", rate, delay)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        machine, steps = Path(folder, "machine.json"), Path(folder, "steps.json")
+        hosts.run(count, ranks, "-m", "mpishard", "bench", "machine", "--json", str(machine))
+        words = ["--machine", str(machine), "--json", str(steps), "--nice", str(arguments.nice)]
+        words += ["--models", *arguments.models, "--ways", *WAYS]
+        # A step at the slowest rate takes seconds, and hardly varies.
+        few = ["--rounds", "1", "--steps", "3"] if rate == "100mbit" else ["--rounds", "3"]
+        hosts.run(count, ranks, str(JOB), *words, *few)
+        network = json.loads(machine.read_text(encoding="utf-8"))["network"]
+        rows = json.loads(steps.read_text(encoding="utf-8"))["steps"]
+    return [{"link": link, "network": network, **row} for row in rows]
+
+
+def main() -> None:
+    """Measure each set of hosts at its rates, show the ratios, and write them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--netns", type=Path, required=True, help="netns.sh of the test bed")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=[*LINKS])
+    parser.add_argument("--models", nargs="+", default=["mlp", "gpt"], help="of plan_step.py")
+    parser.add_argument("--nice", type=int, default=-10)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.sets:
+        count, ranks, links = SETS[name]
+        hosts = Hosts(arguments.netns, arguments.nice)
+        hosts.do("up", str(count))
+        try:
+            for link in (link for link in links if link in arguments.links):
+                rows += measure(hosts, count, ranks, arguments, link)
+                print(f"{name}, {link}: done", file=sys.stderr, flush=True)
+                if arguments.json is not None:
+                    write_json(arguments.json, {"machine": describe_machine(), "rows": rows})
+        finally:
+            hosts.do("down")
+    table = Table("hosts", "link", "model", "way", "planned", "measured", "/")
+    for row in rows:
+        times = (milliseconds(row[name]) for name in ("seconds", "measured"))
+        hosts_of = f"{row['hosts']}x{row['ranks'] // row['hosts']}"
+        cells = hosts_of, row["link"], row["model"], row["way"], *times
+        table.add_row(*cells, f"{row['seconds'] / row['measured']:.2f}")
+    show(table)
+
+
+if __name__ == "__main__":
+    main()
