@@ -6,6 +6,7 @@ python scripts/plan_pages.py curves docs/images/scaling.png
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 
@@ -171,4 +172,11 @@ def _stop(ranks: list[int], rates: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    table() if sys.argv[1] == "table" else curves(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("table", help="print the published table beside the plan")
+    commands.add_parser("curves", help="draw scaling curves").add_argument("picture")
+    given = parser.parse_args()
+    table() if given.command == "table" else curves(given.picture)

@@ -61,6 +61,8 @@ class StepPlan:
         Seconds of the update and of publishing its result.
     sent_bytes : int
         Bytes that all ranks of a data axis send to other hosts, for gradients and parameters.
+    unknown_layers : tuple of str
+        Classes of layers whose products are not known: they count as passes over their arrays.
     """
 
     job: Job
@@ -70,6 +72,7 @@ class StepPlan:
     waiting: float
     update: float
     sent_bytes: int
+    unknown_layers: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -99,6 +102,7 @@ class StepPlan:
             **{part: getattr(self, part) for part in PARTS},
             "samples_per_second": self.samples_per_second,
             "sent_bytes": self.sent_bytes,
+            "unknown_layers": list(self.unknown_layers),
         }
 
 
@@ -256,6 +260,7 @@ class _Planner:
         self._data, self._tensor = (_Group(g.nodes, per_host) for g in (mesh.data, mesh.tensor))
         self._pipeline_hosts = mesh.pipeline.nodes
         self._schedule = schedule_of(job)
+        self._unknown: dict[str, None] = {}
         self._policy: Policy = DATA_POLICIES[data_strategy(job)]
         # The part of a rank's micro-batches that add to a gradient which another one has written.
         self._adding = 0.0 if self._policy.shards_gradients else 1 - 1 / count
@@ -295,6 +300,7 @@ class _Planner:
             waiting,
             update,
             round(self._sent_bytes(stages)),
+            tuple(self._unknown),
         )
 
     # ------------------------------------------------------------------------------------- layers
@@ -392,6 +398,8 @@ class _Planner:
         if rate is not None:
             forward, backward = rate.forward * work.elements, rate.backward * work.elements
         else:  # the arrays are read and written, in backward with the gradients' ones
+            if not work.is_known:
+                self._unknown[work.name] = None
             ranks = self._job.ranks_per_host
             forward = machine.memory_seconds(work.arrays * self._activation_bytes, ranks)
             backward = 1.5 * forward
@@ -542,7 +550,7 @@ class _Planner:
         machine, job, group = self._machine, self._job, self._data
         per_rank = [0] * job.sizes[0]
         for stage in stages:
-            per_rank[stage.rank] += sum(unit.elements for unit in stage.units)
+            per_rank[stage.rank] += sum(_elements(stage))
         elements = max(per_rank)
         owned = elements / group.size if self._policy.shards_state else elements
         rate = machine.pass_rate(type(job.optimizer).__name__, str(self._model.dtype))
@@ -556,12 +564,10 @@ class _Planner:
         read = elements / group.size * itemsize + (owned * 6 if self._mixed else 0)
         seconds += machine.memory_seconds(read, job.ranks_per_host)
         if group.hosts > 1 and self._policy.shards_state and not self._policy.shards_parameters:
-            seconds += sum(
-                self._gather_seconds(unit.elements)
-                for stage in stages
-                for unit in stage.units
-                if stage.rank == 0
-            )
+            published = [0.0] * job.sizes[0]
+            for stage in stages:
+                published[stage.rank] += sum(map(self._gather_seconds, _elements(stage)))
+            seconds += max(published)
         if job.ranks == 1:
             return seconds, 0.0
         fences = 2 * machine.node.latency * (job.ranks_per_host > 1)
@@ -585,6 +591,10 @@ class _Planner:
                 else:
                     total += count * (gradients + parameters * (1 if unit.is_kept else 2))
         return total * others
+
+
+def _elements(stage: _Stage) -> list[int]:
+    return [unit.elements for unit in stage.units]
 
 
 def _prefetched(lane: _Lane, units: Sequence[tuple[_UnitTimes, float]]) -> Iterator[_UnitTimes]:

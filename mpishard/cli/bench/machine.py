@@ -39,6 +39,7 @@ _COLD = 1 << 26  # bytes of weights
 _MESSAGE = 1 << 23
 _MANY = 32
 _MESSAGES = 10  # times as many repeats, because both ranks must run at once
+_MESSAGES_SECONDS = 2.0  # of all repeats of a message, but five at least: a network may be slow
 _ELEMENT = np.dtype(np.float32)
 
 Call = Callable[[], object]
@@ -87,7 +88,7 @@ class MachineBenchmark:
         call: Call,
         prepare: Call | None = None,
         clock: Callable[[], float] = time.thread_time,
-        factor: int = 1,
+        repeats: int = 0,
     ) -> float:
         """Return the seconds of a call that all ranks make at once: the mean of the ranks.
 
@@ -99,7 +100,7 @@ class MachineBenchmark:
             prepare()
         call()
         seconds = []
-        for _ in range(self.repeats * factor):
+        for _ in range(repeats or self.repeats):
             if prepare is not None:
                 prepare()
             backend.barrier()
@@ -109,6 +110,14 @@ class MachineBenchmark:
         # The least would be too good: a step has many calls, and few of them are the fastest.
         own = Timing(tuple(seconds)).quartiles[0] if clock is time.thread_time else min(seconds)
         return float(backend.all_gather(np.array([own])).mean())
+
+    def _repeats(self, backend: CommunicationBackend, exchange: Call) -> int:
+        """Return the number of times that an exchange of messages is repeated on all ranks."""
+        exchange()  # the first one connects
+        start = time.perf_counter()
+        exchange()
+        slowest = backend.all_gather(np.array([time.perf_counter() - start])).max()
+        return max(5, min(_MESSAGES * self.repeats, int(_MESSAGES_SECONDS / slowest)))
 
     def _products(self, backend: CommunicationBackend) -> Iterator[ProductRate]:
         for precision in _precisions():
@@ -272,8 +281,9 @@ class MachineBenchmark:
                         work.wait()
 
             # The clock of the wall: a thread that waits for a message may sleep.
+            repeats = self._repeats(backend, exchange)
             seconds.append(
-                self._seconds(backend, exchange, clock=time.perf_counter, factor=_MESSAGES)
+                self._seconds(backend, exchange, clock=time.perf_counter, repeats=repeats)
             )
         latency, long, many = seconds
         # All ranks of a host send at once: the rate is the host's.
