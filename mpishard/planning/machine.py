@@ -91,16 +91,21 @@ class Link:
         Rate of long messages in each direction: of one rank, or of a host with all its ranks.
     message_seconds : float
         Seconds in which a rank begins one more message.
+    processor_seconds : float
+        Seconds of a rank's processor for each byte that it sends and receives between hosts, which
+        it cannot compute in. 0 if the network moves memory by itself.
     """
 
     latency: float
     bytes_per_second: float
     message_seconds: float = 0.0
+    processor_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         as_amount("latency", self.latency)
         as_positive("bytes_per_second", self.bytes_per_second)
         as_amount("message_seconds", self.message_seconds)
+        as_amount("processor_seconds", self.processor_seconds)
 
     def collective_seconds(self, nbytes: float, others: int, passes: int = 1) -> float:
         """Return the time of a collective in which a rank sends to ``others``, once or twice.
