@@ -44,7 +44,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for count in (2, 4, 8)
         for schedule in SCHEDULES
-        # ZB-V needs two micro-batches of each rank for its bubble, and interleaved a multiple.
     },
 }  # fmt: skip
 """Name of a way -> strategy, and its options."""
@@ -142,11 +141,11 @@ def _seconds(
     own: list[list[float]] = [[] for _ in steps]
     for _ in range(arguments.rounds):
         for step, seconds in zip(steps, own, strict=True):
-            for count in range(arguments.steps + 2):
+            for count in range(-arguments.warmup, arguments.steps):
                 backend.barrier()
                 begun = time.perf_counter()
                 step()
-                if count >= 2:  # the first ones bring the model back into the caches
+                if count >= 0:  # the first ones bring the model back into the caches
                     seconds.append(time.perf_counter() - begun)
     slowest = backend.all_gather(np.array([own])).max(axis=0)
     return [median(each) for each in slowest.tolist()]
@@ -166,7 +165,8 @@ if __name__ == "__main__":
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="as ddp, 1f1b, 'zb-v m4', m8")
     parser.add_argument("--models", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--steps", type=positive, default=5, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=4)
+    parser.add_argument("--warmup", type=positive, default=2, help="steps before those of a round")
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--nice", type=int, default=0, help="priority; below 0 needs root")
     given = parser.parse_args()
     given.ways = list(dict.fromkeys(_ways(given.ways)))

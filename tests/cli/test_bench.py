@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
+from mpishard.cli.bench.machine import MachineBenchmark, _groups
 from mpishard.cli.bench.step import StepBenchmark, training_step
 from mpishard.cli.outputs import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
@@ -303,6 +305,31 @@ def test_a_collective_with_a_wrong_result_is_not_timed(monkeypatch, kind):
     benchmark = CollectiveBenchmark([kind], [64], repeats=1)
     with pytest.raises(ArithmeticError, match=r"ours gives .* and not"):
         run_in_threads(2, benchmark.run)
+
+
+def test_ranks_that_exchange_messages():
+    nodes = (0, 0, 0, 1, 1, 2, 2)
+    assert _groups(nodes, within=True) == [(0, 1)]
+    assert _groups(nodes, within=False) == [(0, 3, 5), (1, 4, 6)]
+    assert _groups((0, 1), within=True) == _groups((0, 0), within=False) == []
+
+
+@pytest.mark.timeout(60)
+def test_links_between_hosts_are_those_of_the_slowest_rank(monkeypatch):
+    """Ranks without a partner would halve the time if it were a mean."""
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "3")
+    monkeypatch.setattr("mpishard.cli.bench.machine._MESSAGE", 1 << 12)
+    monkeypatch.setattr("mpishard.cli.bench.machine._BACKGROUND", 1 << 12)
+
+    def link(backend):
+        benchmark = MachineBenchmark(1)
+        slow = lambda: time.sleep(0.02 if backend.rank == 3 else 0)  # noqa: E731
+        return benchmark._exchange_seconds(backend, slow), benchmark._link(backend, within=False)
+
+    results = run_in_threads(4, link)
+    assert all(seconds >= 0.02 for seconds, _ in results)
+    assert len({found for _, found in results}) == 1
+    assert results[0][1].latency > 0
 
 
 def test_machine_writes_a_file_that_plans_read(tmp_path, monkeypatch):

@@ -139,6 +139,13 @@ def test_overlap_waiting_and_sharing():
     assert on(8, 4).messages > far.messages
     slow = Machine(**{**_fields(MACHINE), "network": Link(1e-5, 1e8)})
     assert on(4, 4, machine=slow).messages > 4 * far.messages
+    # A processor that moves the bytes computes less meanwhile, also if the network is fast.
+    fast = [
+        on(4, 4, machine=Machine(**{**_fields(MACHINE), "network": Link(0, 1e15, 0, busy)}))
+        for busy in (0.0, 1e-6)
+    ]
+    each = fast[0].sent_bytes / 4 / 2  # reductions overlap, and publishing is waited for
+    assert fast[1].seconds - fast[0].seconds == pytest.approx(each * 1e-6, rel=1e-3)
     # Without a network only one host can be planned.
     alone = Machine(**{**_fields(MACHINE), "network": None})
     assert on(4, 1, machine=alone).seconds == near.seconds

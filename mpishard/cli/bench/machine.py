@@ -116,7 +116,7 @@ class MachineBenchmark:
                 weights = itertools.cycle(_cold((columns, inner), dtype))
                 outs = itertools.cycle(_cold((rows, columns), dtype))
                 # Blocks of calls, because a small product takes less than the clock shows.
-                calls = max(1, int(2e6 / (rows * columns * inner)))
+                calls = min(1000, max(1, int(2e6 / (rows * columns * inner))))
 
                 def call(
                     x: Array = x,
@@ -274,7 +274,7 @@ class MachineBenchmark:
         sharing = 1 if within else len(groups)
         rate = _MESSAGE / max(long - latency, 1e-9)
         message = max(0.0, many - latency) / (_MANY * share - 1)
-        busy = 0.0 if within else self._processor(backend, rate)
+        busy = 0.0 if within else self._processor(backend, groups, rate)
         return Link(latency, sharing * rate, message, busy)
 
     def _exchange_seconds(self, backend: CommunicationBackend, exchange: Call) -> float:
@@ -294,41 +294,46 @@ class MachineBenchmark:
                 break
         return min(seconds)
 
-    def _processor(self, backend: CommunicationBackend, rate: float) -> float:
+    def _processor(
+        self, backend: CommunicationBackend, groups: Sequence[tuple[int, ...]], rate: float
+    ) -> float:
         """Return a processor's seconds for each byte that it sends and receives as it computes.
 
-        One rank of each host computes alone, and while a collective sends bytes. The clock is that
+        Each rank computes alone, and while a collective of its group sends bytes. The clock is that
         of all threads of the process, because one of them moves the messages.
         """
-        group = backend.split(backend.local_rank)
-        assert group is not None  # every rank gives a number
-        piece = np.ones(_BACKGROUND // _ELEMENT.itemsize, _ELEMENT)
-        gathered = np.empty(piece.size * group.world_size, _ELEMENT)
-        nbytes = piece.nbytes * (group.world_size - 1)
+        own_group = next((i for i, ranks in enumerate(groups) if backend.rank in ranks), None)
+        group, others = backend.split(own_group), len(groups[0]) - 1
+        piece = np.ones(_BACKGROUND // _ELEMENT.itemsize // others, _ELEMENT)
+        gathered = np.empty(piece.size * len(groups[0]), _ELEMENT)
+        nbytes = piece.nbytes * others
         x, out = np.ones((256, 256), _ELEMENT), np.empty((256, 256), _ELEMENT)
         nn.product(x, x, out)
         start = time.thread_time()
         nn.product(x, x, out)
         # The collective ends long before the products, so that no rank waits for it.
-        wanted = (2 * nbytes / rate + 0.05) / (time.thread_time() - start)
+        length = 2 * nbytes / rate + 0.05
+        wanted = length / (time.thread_time() - start)
         calls = int(backend.all_gather(np.array([wanted])).max())
 
         busy = []
-        for _ in range(self.repeats):
+        for _ in range(max(3, min(self.repeats, int(_MESSAGES_SECONDS / length)))):
             used = []
             for sends in (False, True):
                 backend.barrier()
                 start = time.process_time()
-                work = group.all_gather_async(piece, out=gathered) if sends else None
+                work = group.all_gather_async(piece, out=gathered) if sends and group else None
                 for _ in range(calls):
                     nn.product(x, x, out)
                 if work is not None:
                     work.wait()
                 used.append(time.process_time() - start)
             busy.append(used[1] - used[0])
-        group.shutdown()
+        if group is not None:
+            group.shutdown()
         own = np.array([Timing(tuple(busy)).median])
-        return max(0.0, float(backend.all_gather(own).mean())) / nbytes
+        of_groups = backend.all_gather(own)[[rank for ranks in groups for rank in ranks]]
+        return max(0.0, float(of_groups.mean())) / nbytes
 
     def table(self, machine: Machine) -> Table:
         """Return the measurements as a table, of products the slowest and the fastest."""
