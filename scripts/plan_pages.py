@@ -66,6 +66,8 @@ def planned(row: tuple[float, ...]) -> float:
         vocabulary_size=_WORDS, context_length=_TOKENS, width=width, heads=heads, layers=layers
     )
     data = gpus // (tensor * pipeline)
+    # Stages of whole layers: 105 layers on 35 ranks are 3 of a rank.
+    stages = 2 if layers // pipeline % 2 == 0 else 3
     job = Job(
         gpus,
         gpus // 8,
@@ -73,7 +75,7 @@ def planned(row: tuple[float, ...]) -> float:
         (pipeline, tensor, data),
         batch_size=batch,
         micro_batch_count=batch // data,
-        schedule=Interleaved1F1BSchedule(2) if pipeline > 1 else None,
+        schedule=Interleaved1F1BSchedule(stages) if pipeline > 1 else None,
         precision="bfloat16",
         checkpoint_config=_AGAIN,
         minimum_parameter_group_size=1,

@@ -423,7 +423,8 @@ class _Planner:
         if not is_first:
             unit.input += sum(machine.product_seconds(precision, *p) for p in work.input)
         weight = sum(machine.product_seconds(precision, *p) for p in work.weight)
-        added = sum(2 * p.rows * p.columns for p in work.weight) * self._gradient_bytes
+        # A product's time has its writing; the sum reads what is there, too.
+        added = sum(p.rows * p.columns for p in work.weight) * self._gradient_bytes
         weight += self._adding * machine.memory_seconds(added, self._job.ranks_per_host)
         unit.weight += weight
         unit.sent_forward += sum(
