@@ -64,12 +64,16 @@ class Hosts:
             raise RuntimeError(f"`netns.sh {' '.join(words)}`: {done.stdout[-2000:]}{done.stderr}")
         return done.stdout
 
+    def run(self, count: int, ranks: int, *words: str) -> None:
+        """Run a job on ``ranks`` ranks of each of the first ``count`` hosts."""
+        named = ",".join(f"node{host}:{ranks}" for host in range(1, count + 1))
+        job = [sys.executable, "-m", "mpishard", "run", "-n", str(count * ranks), "--hosts", named]
+        self.do("exec", "1", *job, *words)
+
     def ours(self, ranks: int, *words: str) -> dict[str, Any]:
-        """Return the figures of ``hosts_job.py`` on ``ranks`` ranks of each host."""
+        """Return the figures of ``hosts_job.py`` on ``ranks`` ranks of each of two hosts."""
         with tempfile.NamedTemporaryFile(suffix=".json", dir=Path.cwd()) as file:
-            run = [sys.executable, "-m", "mpishard", "run", "-n", str(2 * ranks)]
-            run += ["--hosts", f"node1:{ranks},node2:{ranks}", str(JOB), "--json", file.name]
-            self.do("exec", "1", *run, "--nice", str(self._nice), *words)
+            self.run(2, ranks, str(JOB), "--json", file.name, "--nice", str(self._nice), *words)
             found: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
         return found
 

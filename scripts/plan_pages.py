@@ -6,6 +6,7 @@ python scripts/plan_pages.py curves docs/images/scaling.png
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 
@@ -65,6 +66,8 @@ def planned(row: tuple[float, ...]) -> float:
         vocabulary_size=_WORDS, context_length=_TOKENS, width=width, heads=heads, layers=layers
     )
     data = gpus // (tensor * pipeline)
+    # Stages of whole layers: 105 layers on 35 ranks are 3 of a rank.
+    stages = 2 if layers // pipeline % 2 == 0 else 3
     job = Job(
         gpus,
         gpus // 8,
@@ -72,7 +75,7 @@ def planned(row: tuple[float, ...]) -> float:
         (pipeline, tensor, data),
         batch_size=batch,
         micro_batch_count=batch // data,
-        schedule=Interleaved1F1BSchedule(2) if pipeline > 1 else None,
+        schedule=Interleaved1F1BSchedule(stages) if pipeline > 1 else None,
         precision="bfloat16",
         checkpoint_config=_AGAIN,
         minimum_parameter_group_size=1,
@@ -171,4 +174,11 @@ def _stop(ranks: list[int], rates: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    table() if sys.argv[1] == "table" else curves(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("table", help="print the published table beside the plan")
+    commands.add_parser("curves", help="draw scaling curves").add_argument("picture")
+    given = parser.parse_args()
+    table() if given.command == "table" else curves(given.picture)

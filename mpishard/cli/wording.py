@@ -32,9 +32,13 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time as text, with as many digits as are meaningful."""
+    """Return a time as text, with as many digits as are meaningful; long ones in larger units."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 10:
+        return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 1}f} ms"
 
 

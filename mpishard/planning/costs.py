@@ -69,6 +69,8 @@ class LayerWork:
         Products of forward, and of the two halves of backward.
     sent_forward, sent_backward : tuple of Sent
         Collectives on the tensor axis.
+    is_known : bool
+        False for a layer of another package, whose products nobody knows.
     """
 
     name: str
@@ -79,6 +81,7 @@ class LayerWork:
     weight: tuple[Product, ...] = ()
     sent_forward: tuple[Sent, ...] = ()
     sent_backward: tuple[Sent, ...] = ()
+    is_known: bool = True
 
 
 def works_of(layer: Layer, shape: Shape, samples: int) -> tuple[list[LayerWork], Shape]:
@@ -133,8 +136,31 @@ def _leaf(layer: Layer, shape: Shape, samples: int) -> tuple[list[LayerWork], Sh
     elif isinstance(layer, TensorParallelLayer):
         works = [_on_tensor_axis(layer, shape, samples, incoming, outgoing)]
     else:
-        works = [LayerWork(type(layer).__name__, outgoing, incoming + outgoing)]
+        works = [_other(layer, shape, output, samples)]
     return works, output
+
+
+def _other(layer: Layer, shape: Shape, output: Shape, samples: int) -> LayerWork:
+    """Return the work of a layer without products, or of a class of the user's own.
+
+    Such a class may say its products by `Layer.estimated_flops`.
+    """
+    incoming, outgoing = math.prod(shape), math.prod(output)
+    name = type(layer).__name__
+    passes = LayerWork(name, samples * outgoing, samples * (incoming + outgoing))
+    if type(layer).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return passes
+    if type(layer).estimated_flops is Layer.estimated_flops:
+        return replace(passes, is_known=False)
+    # Most of them are products of the rows of the input.
+    rows, columns = samples * math.prod(output[:-1]), math.prod(output[-1:])
+    inner = max(1, round(layer.estimated_flops(shape) / (2 * outgoing)))
+    return replace(
+        passes,
+        forward=(Product(rows, columns, inner),),
+        input=(Product(rows, inner, columns),),
+        weight=(Product(columns, inner, rows),),
+    )
 
 
 def _on_tensor_axis(

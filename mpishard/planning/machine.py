@@ -6,16 +6,21 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from mpishard.base import as_amount, as_count, as_positive
+from mpishard.base import as_amount, as_count, as_positive, nearest
 
 FORMAT = "mpishard machine"
 VERSION = 1
+MEASURED_ON = "measured_on"
+"""Name of a description that plans do not read."""
 
 _NEAREST = 8  # measured shapes from which the rate of another one is interpolated
+
+
+_Row = TypeVar("_Row", "ProductRate", "PassRate", "Link")
 
 
 class MachineError(ValueError):
@@ -86,16 +91,21 @@ class Link:
         Rate of long messages in each direction: of one rank, or of a host with all its ranks.
     message_seconds : float
         Seconds in which a rank begins one more message.
+    processor_seconds : float
+        Seconds of a rank's processor for each byte that it sends and receives between hosts, which
+        it cannot compute in. 0 if the network moves memory by itself.
     """
 
     latency: float
     bytes_per_second: float
     message_seconds: float = 0.0
+    processor_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         as_amount("latency", self.latency)
         as_positive("bytes_per_second", self.bytes_per_second)
         as_amount("message_seconds", self.message_seconds)
+        as_amount("processor_seconds", self.processor_seconds)
 
     def collective_seconds(self, nbytes: float, others: int, passes: int = 1) -> float:
         """Return the time of a collective in which a rank sends to ``others``, once or twice.
@@ -209,28 +219,46 @@ class Machine:
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Self:
         """Return the machine of a file's content, whose format and version were checked."""
+        known = [each.name for each in fields(cls) if each.init]
+        for name in found:
+            if name not in (*known, "format", "version", MEASURED_ON):
+                raise ValueError(f"{name!r} is no name of a machine file{nearest(name, known)}")
         network = found.get("network")
         return cls(
             name=str(found["name"]),
             ranks_per_node=found["ranks_per_node"],
-            products=tuple(ProductRate(**each) for each in found["products"]),
+            products=tuple(_read(ProductRate, each) for each in found["products"]),
             memory=tuple(found["memory"]),
-            node=Link(**found["node"]),
-            network=None if network is None else Link(**network),
-            passes=tuple(PassRate(**each) for each in found.get("passes", ())),
+            node=_read(Link, found["node"]),
+            network=None if network is None else _read(Link, network),
+            passes=tuple(_read(PassRate, each) for each in found.get("passes", ())),
             call_seconds=found.get("call_seconds", 0.0),
             unit_seconds=found.get("unit_seconds", 0.0),
             step_seconds=found.get("step_seconds", 0.0),
             memory_bytes=found.get("memory_bytes"),
         )
 
-    def write(self, path: str | os.PathLike[str], **about: object) -> None:
-        """Write a machine file, with further entries ``about`` it that are not read again."""
+    def write(self, path: str | os.PathLike[str], measured_on: object = None) -> None:
+        """Write a machine file; ``measured_on`` describes the machine to people."""
         found = asdict(self)
         del found["_rates"]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        about = {} if measured_on is None else {MEASURED_ON: measured_on}
         text = json.dumps({"format": FORMAT, "version": VERSION, **found, **about}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def keeping(self, before: Machine) -> tuple[Self, list[str]]:
+        """Return a measurement with what another file has besides, and the names of that.
+
+        Those are the network, if this was measured on one host, and passes of a user's classes.
+        """
+        measured = {(each.name, each.precision) for each in self.passes}
+        more = [p for p in before.passes if (p.name, p.precision) not in measured]
+        names = [f"passes of {name}" for name in dict.fromkeys(each.name for each in more)]
+        network = self.network
+        if network is None and before.network is not None:
+            network, names = before.network, ["network", *names]
+        return replace(self, network=network, passes=(*self.passes, *more)), names
 
     # ----------------------------------------------------------------------------------- questions
 
@@ -311,6 +339,15 @@ class Machine:
                 "or write its latency and bytes_per_second by hand"
             )
         return self.network
+
+
+def _read(kind: type[_Row], given: Mapping[str, Any]) -> _Row:
+    """Return the row of a file with these names."""
+    names = [each.name for each in fields(kind)]
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{name!r} is no name of a {kind.__name__}{nearest(name, names)}")
+    return kind(**given)
 
 
 def _distance(product: ProductRate, wanted: list[float]) -> float:

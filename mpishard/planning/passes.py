@@ -54,6 +54,8 @@ class PlannedLayer(Layer):
         Dtype of activations.
     """
 
+    pending_is_saved_and_dy = True
+
     def __init__(self, layer: Layer, activations: Activations, dtype: DType) -> None:
         self._layer = layer
         self._activations = activations
@@ -87,18 +89,6 @@ class PlannedLayer(Layer):
         for name, _ in self._layer.walk_parameters():
             if isinstance(g, GradientTargets):
                 g.unwritten(name)
-
-    def backward(
-        self,
-        p: Parameters,
-        saved: Saved,
-        dy: Array,
-        g: Gradients,
-        *,
-        needs_input_gradient: bool = True,
-    ) -> Array | None:
-        self.backward_weight((saved, dy), g)
-        return self._input_gradient(saved) if needs_input_gradient else None
 
     def _input_gradient(self, saved: Saved) -> Array | None:
         return None if self._layer.takes_integers else self._array(saved[0])

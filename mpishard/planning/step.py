@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpishard.contracts import ILayeredModel, LayerInfo
 from mpishard.distributed import DistributedStrategy
@@ -61,6 +61,8 @@ class StepPlan:
         Seconds of the update and of publishing its result.
     sent_bytes : int
         Bytes that all ranks of a data axis send to other hosts, for gradients and parameters.
+    unknown_layers : tuple of str
+        Classes of layers whose products are not known: they count as passes over their arrays.
     """
 
     job: Job
@@ -70,6 +72,7 @@ class StepPlan:
     waiting: float
     update: float
     sent_bytes: int
+    unknown_layers: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -99,6 +102,7 @@ class StepPlan:
             **{part: getattr(self, part) for part in PARTS},
             "samples_per_second": self.samples_per_second,
             "sent_bytes": self.sent_bytes,
+            "unknown_layers": list(self.unknown_layers),
         }
 
 
@@ -182,6 +186,13 @@ class _Group:
         return max(1, self.ranks_per_host // self.here)
 
 
+class _Sending(NamedTuple):
+    """A collective between hosts: its time on the network, and that of a rank's processor."""
+
+    seconds: float = 0.0
+    busy: float = 0.0
+
+
 @dataclass(slots=True)
 class _Lane:
     """The time line of one rank in a pass, and of the network."""
@@ -200,9 +211,13 @@ class _Lane:
         self.now += seconds
         self.messages += seconds
 
-    def send(self, seconds: float) -> float:
+    def send(self, sent: _Sending) -> float:
         """Start a collective between hosts; return the time of its end."""
-        self.network = max(self.now, self.network) + seconds
+        if not sent.seconds:
+            return self.now
+        self.network = max(self.now, self.network) + sent.seconds
+        # While the network moves bytes the processor copies them, and computes that much less.
+        self.stop(sent.busy)
         return self.network
 
     def wait(self, end: float) -> None:
@@ -256,7 +271,10 @@ class _Planner:
         self._data, self._tensor = (_Group(g.nodes, per_host) for g in (mesh.data, mesh.tensor))
         self._pipeline_hosts = mesh.pipeline.nodes
         self._schedule = schedule_of(job)
+        self._unknown: dict[str, None] = {}
         self._policy: Policy = DATA_POLICIES[data_strategy(job)]
+        # The part of a rank's micro-batches that add to a gradient which another one has written.
+        self._adding = 0.0 if self._policy.shards_gradients else 1 - 1 / count
 
     def plan(self) -> StepPlan:
         stages = self._stages()
@@ -293,6 +311,7 @@ class _Planner:
             waiting,
             update,
             round(self._sent_bytes(stages)),
+            tuple(self._unknown),
         )
 
     # ------------------------------------------------------------------------------------- layers
@@ -390,6 +409,8 @@ class _Planner:
         if rate is not None:
             forward, backward = rate.forward * work.elements, rate.backward * work.elements
         else:  # the arrays are read and written, in backward with the gradients' ones
+            if not work.is_known:
+                self._unknown[work.name] = None
             ranks = self._job.ranks_per_host
             forward = machine.memory_seconds(work.arrays * self._activation_bytes, ranks)
             backward = 1.5 * forward
@@ -402,6 +423,9 @@ class _Planner:
         if not is_first:
             unit.input += sum(machine.product_seconds(precision, *p) for p in work.input)
         weight = sum(machine.product_seconds(precision, *p) for p in work.weight)
+        # A product's time has its writing; the sum reads what is there, too.
+        added = sum(p.rows * p.columns for p in work.weight) * self._gradient_bytes
+        weight += self._adding * machine.memory_seconds(added, self._job.ranks_per_host)
         unit.weight += weight
         unit.sent_forward += sum(
             self._tensor_seconds(s.passes, s.elements) for s in work.sent_forward
@@ -447,22 +471,27 @@ class _Planner:
         group = self._tensor
         if group.size == 1:
             return 0.0
-        nbytes = passes * elements * self._activation_bytes
+        nbytes = elements * self._activation_bytes
         seconds = 0.0
         if group.here > 1:
-            node = self._machine.node
-            seconds += node.seconds(nbytes * (group.here - 1) / group.here, passes)
+            moved = passes * nbytes * (group.here - 1) / group.here
+            seconds += self._machine.node.seconds(moved, passes)
         if group.hosts > 1:
-            link = self._between_hosts(group)
-            others = group.hosts - 1
-            seconds += link.collective_seconds(nbytes * others / group.hosts, others, passes)
+            seconds += self._collective(group, nbytes, passes).seconds
         return seconds
 
-    def _reduce_seconds(self, elements: int) -> tuple[float, float]:
-        """Return the time in which a rank adds gradients of its host, and that of the network."""
+    def _collective(self, group: _Group, nbytes: float, passes: int = 1) -> _Sending:
+        """Return a collective in which a host sends to each other one its part of ``nbytes``."""
+        link, others = self._between_hosts(group), group.hosts - 1
+        sent = passes * nbytes * others / group.hosts
+        seconds = link.collective_seconds(sent, others, passes)
+        return _Sending(seconds, link.processor_seconds * sent / group.here)
+
+    def _reduce(self, elements: int) -> tuple[float, _Sending]:
+        """Return the time in which a rank adds gradients of its host, and what the host sends."""
         group = self._data
         if group.size == 1 or not elements:
-            return 0.0, 0.0
+            return 0.0, _Sending()
         nbytes = elements * self._gradient_bytes
         own = 0.0
         if group.here > 1:
@@ -470,19 +499,13 @@ class _Planner:
             own = self._machine.memory_seconds(moved, self._job.ranks_per_host)
             own += self._machine.node.latency
         if group.hosts == 1:
-            return own, 0.0
-        others = group.hosts - 1
-        passes = 1 if self._policy.shards_state else 2
-        sent = passes * nbytes * others / group.hosts
-        return own, self._between_hosts(group).collective_seconds(sent, others, passes)
+            return own, _Sending()
+        return own, self._collective(group, nbytes, 1 if self._policy.shards_state else 2)
 
-    def _gather_seconds(self, elements: int) -> float:
-        group = self._data
-        if group.hosts == 1 or not elements:
-            return 0.0
-        others = group.hosts - 1
-        nbytes = elements * self._parameter_bytes * others / group.hosts
-        return self._between_hosts(group).collective_seconds(nbytes, others)
+    def _gather(self, elements: int) -> _Sending:
+        if self._data.hosts == 1 or not elements:
+            return _Sending()
+        return self._collective(self._data, elements * self._parameter_bytes)
 
     def _boundaries(self, stages: Sequence[_Stage]) -> list[float]:
         hosts = self._pipeline_hosts
@@ -497,7 +520,7 @@ class _Planner:
     def _pass(self, stage: _Stage, *, reduces: bool) -> tuple[_Lane, _Lane, _Lane]:
         """Return the forward, the input's and the weight's half of backward, of a micro-batch."""
         gathered = [
-            self._gather_seconds(u.elements) if self._policy.shards_parameters else 0.0
+            self._gather(u.elements) if self._policy.shards_parameters else _Sending()
             for u in stage.units
         ]
         forward = _Lane()
@@ -508,19 +531,19 @@ class _Planner:
         both, ends = _Lane(), [0.0]
         if stage.recomputed:
             both.compute(stage.recomputed)
-            both.stop(stage.sent_again + sum(gathered))
+            both.stop(stage.sent_again + sum(sent.seconds for sent in gathered))
         again = [
-            (unit, 0.0 if unit.is_kept else seconds)
-            for unit, seconds in zip(stage.units, gathered, strict=True)
+            (unit, _Sending() if unit.is_kept else sent)
+            for unit, sent in zip(stage.units, gathered, strict=True)
         ]
         for unit in _prefetched(both, again[::-1]):
             both.compute(unit.input + unit.weight)
             both.stop(unit.sent_input)
             if reduces and unit.elements:
                 both.compute(self._machine.unit_seconds)
-                own, network = self._reduce_seconds(unit.elements)
+                own, sent = self._reduce(unit.elements)
                 both.stop(own)
-                ends.append(both.send(network) if network else 0.0)
+                ends.append(both.send(sent))
         both.wait(max(ends))
         weight_share = sum(unit.weight for unit in stage.units)
         weight = _Lane(now=weight_share, computing=weight_share)
@@ -538,7 +561,7 @@ class _Planner:
         machine, job, group = self._machine, self._job, self._data
         per_rank = [0] * job.sizes[0]
         for stage in stages:
-            per_rank[stage.rank] += sum(unit.elements for unit in stage.units)
+            per_rank[stage.rank] += sum(_elements(stage))
         elements = max(per_rank)
         owned = elements / group.size if self._policy.shards_state else elements
         rate = machine.pass_rate(type(job.optimizer).__name__, str(self._model.dtype))
@@ -552,12 +575,10 @@ class _Planner:
         read = elements / group.size * itemsize + (owned * 6 if self._mixed else 0)
         seconds += machine.memory_seconds(read, job.ranks_per_host)
         if group.hosts > 1 and self._policy.shards_state and not self._policy.shards_parameters:
-            seconds += sum(
-                self._gather_seconds(unit.elements)
-                for stage in stages
-                for unit in stage.units
-                if stage.rank == 0
-            )
+            published = [0.0] * job.sizes[0]
+            for stage in stages:
+                published[stage.rank] += sum(self._gather(n).seconds for n in _elements(stage))
+            seconds += max(published)
         if job.ranks == 1:
             return seconds, 0.0
         fences = 2 * machine.node.latency * (job.ranks_per_host > 1)
@@ -583,11 +604,15 @@ class _Planner:
         return total * others
 
 
-def _prefetched(lane: _Lane, units: Sequence[tuple[_UnitTimes, float]]) -> Iterator[_UnitTimes]:
-    """Yield each unit when it is gathered, in the seconds beside it; the next is fetched then."""
-    ready = lane.send(units[0][1]) if units[0][1] else 0.0
+def _elements(stage: _Stage) -> list[int]:
+    return [unit.elements for unit in stage.units]
+
+
+def _prefetched(lane: _Lane, units: Sequence[tuple[_UnitTimes, _Sending]]) -> Iterator[_UnitTimes]:
+    """Yield each unit when the collective beside it has gathered it; the next is fetched then."""
+    ready = lane.send(units[0][1])
     for position, (unit, _) in enumerate(units):
         lane.wait(ready)
-        following = units[position + 1][1] if position + 1 < len(units) else 0.0
-        ready = lane.send(following) if following else 0.0
+        if position + 1 < len(units):
+            ready = lane.send(units[position + 1][1])
         yield unit

@@ -1,9 +1,11 @@
 """``mpishard bench``: figures are complete and consistent; no test depends on a time."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ from typer.testing import CliRunner
 from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
+from mpishard.cli.bench.machine import MachineBenchmark, _groups
 from mpishard.cli.bench.step import StepBenchmark, training_step
 from mpishard.cli.outputs import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
-from mpishard.planning import Machine
+from mpishard.planning import Link, Machine, PassRate, ProductRate
 from mpishard.testing.worlds import in_worlds
 
 SMALL = [
@@ -283,7 +286,10 @@ def test_texts():
     assert [bytes_text(n) for n in (0, 1023, 1024, 64 << 20, None)] == [
         "0 B", "1023 B", "1 KiB", "64 MiB", "",
     ]  # fmt: skip
-    assert [milliseconds(s) for s in (2.34e-6, 0.0123, 1.5)] == ["2.3 us", "12.30 ms", "1500.0 ms"]
+    times = (2.34e-6, 0.0123, 1.5, 66.712, 150, 7300)
+    assert [milliseconds(s) for s in times] == [
+        "2.3 us", "12.30 ms", "1500.0 ms", "66.7 s", "2.5 min", "2.0 h",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
@@ -301,17 +307,50 @@ def test_a_collective_with_a_wrong_result_is_not_timed(monkeypatch, kind):
         run_in_threads(2, benchmark.run)
 
 
+def test_ranks_that_exchange_messages():
+    nodes = (0, 0, 0, 1, 1, 2, 2)
+    assert _groups(nodes, within=True) == [(0, 1)]
+    assert _groups(nodes, within=False) == [(0, 3, 5), (1, 4, 6)]
+    assert _groups((0, 1), within=True) == _groups((0, 0), within=False) == []
+
+
+@pytest.mark.timeout(60)
+def test_links_between_hosts_are_those_of_the_slowest_rank(monkeypatch):
+    """Ranks without a partner would halve the time if it were a mean."""
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "3")
+    monkeypatch.setattr("mpishard.cli.bench.machine._MESSAGE", 1 << 12)
+    monkeypatch.setattr("mpishard.cli.bench.machine._BACKGROUND", 1 << 12)
+
+    def link(backend):
+        benchmark = MachineBenchmark(1)
+        slow = lambda: time.sleep(0.02 if backend.rank == 3 else 0)  # noqa: E731
+        return benchmark._exchange_seconds(backend, slow), benchmark._link(backend, within=False)
+
+    results = run_in_threads(4, link)
+    assert all(seconds >= 0.02 for seconds, _ in results)
+    assert len({found for _, found in results}) == 1
+    assert results[0][1].latency > 0
+
+
 def test_machine_writes_a_file_that_plans_read(tmp_path, monkeypatch):
-    for name, small in (("_SIZES", (4, 16)), ("_LARGE", 256), ("_COLD", 4096), ("_MESSAGE", 64)):
-        monkeypatch.setattr(f"mpishard.cli.bench.machine.{name}", small)
+    small = {"_SIZES": (4, 16), "_FEW": 2, "_LARGE": 256, "_COLD": 4096, "_MESSAGE": 64}
+    for name, value in small.items():
+        monkeypatch.setattr(f"mpishard.cli.bench.machine.{name}", value)
     path = tmp_path / "machine.json"
+    # By hand: a network, and passes of an own class. One host measures neither.
+    rates = (ProductRate("float32", 4, 4, 4, 1.0),)
+    passes = (PassRate("MyLayer", "float32", 1e-9), PassRate("GELU", "float32", 7.0))
+    Machine("mine", 1, rates, (1.0,), Link(0, 1), Link(1e-5, 3e9), passes).write(path)
     ended = bench("machine", "--world-size", 2, "--repeats", 1, "--json", path)
     assert ended.exit_code == 0, ended.output
+    assert "kept what was not measured now: network, passes of MyLayer" in ended.stderr
     machine = Machine.load(path)
     assert machine.ranks_per_node == len(machine.memory) == 2
-    assert machine.network is None
+    assert machine.network == Link(1e-5, 3e9)
+    assert machine.pass_rate("MyLayer", "float32") == passes[0]
+    assert 0 < machine.pass_rate("GELU", "float32").forward < 7
     shapes = {(p.rows, p.columns, p.inner) for p in machine.products if p.precision == "float32"}
-    assert len(shapes) == 8
+    assert shapes == set(itertools.product((2, 4, 16), (4, 16), (2, 4, 16)))
     names = {each.name for each in machine.passes}
     assert {"GELU", "LayerNorm", "CausalAttention", "CrossEntropy", "AdamW"} <= names
     assert all(len(line) <= 80 for line in ended.stdout.splitlines())

@@ -18,6 +18,15 @@ def gpt():
 def box():
     return BlackBox()
 
+def own():
+    layers = ms.nn.Sequential(ms.nn.Linear(8, 8), Mine())
+    return ms.nn.Model(layers, ms.nn.MSE(), input_shape=(8,), dtype="float32")
+
+class Mine(ms.nn.Layer):
+    def output_shape(self, shape):
+        return shape
+    forward = backward_input = None
+
 class BlackBox:
     def get_parameters(self):
         return None
@@ -70,6 +79,13 @@ def test_rows_of_a_table_have_one_batch_and_the_given_order(folder):
     options = ("-n", 4, "--mesh", "2x1x2", "-m", 4, "--schedule", "interleaved", "--recompute")
     shown = plan("step", "models.py:gpt", *options).stdout.splitlines()
     assert sum(bool(re.search(r"\d [mu]s .*\d%.* [\d,]+$", line)) for line in shown) == 5
+
+
+def test_a_layer_with_unknown_products_is_named(folder):
+    ended = plan("step", "models.py:own", "-n", 2)
+    assert ended.exit_code == 0, ended.output
+    assert "the products of Mine are not known" in ended.stderr
+    assert "not known" not in plan("step", "models.py:gpt", "-n", 2).stderr
 
 
 def test_mesh_says_what_it_rejected(folder):

@@ -1,6 +1,8 @@
 """Planned steps: their parts, what they send, and machine files. No test depends on a time."""
 
+import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -137,6 +139,13 @@ def test_overlap_waiting_and_sharing():
     assert on(8, 4).messages > far.messages
     slow = Machine(**{**_fields(MACHINE), "network": Link(1e-5, 1e8)})
     assert on(4, 4, machine=slow).messages > 4 * far.messages
+    # A processor that moves the bytes computes less meanwhile, also if the network is fast.
+    fast = [
+        on(4, 4, machine=Machine(**{**_fields(MACHINE), "network": Link(0, 1e15, 0, busy)}))
+        for busy in (0.0, 1e-6)
+    ]
+    each = fast[0].sent_bytes / 4 / 2  # reductions overlap, and publishing is waited for
+    assert fast[1].seconds - fast[0].seconds == pytest.approx(each * 1e-6, rel=1e-3)
     # Without a network only one host can be planned.
     alone = Machine(**{**_fields(MACHINE), "network": None})
     assert on(4, 1, machine=alone).seconds == near.seconds
@@ -250,6 +259,8 @@ def test_rates_between_measured_shapes():
         ({"memory_bytes": "64GiB"}, "memory_bytes must be an integer"),
         ({"memory": [-1]}, "must be above 0 and finite, got -1"),
         ({"name": None, "ranks_per_node": 0}, "ranks_per_node must be 1 or more, got 0"),
+        ({"unit_second": 1}, "'unit_second' is no name of a machine file; did you mean unit_sec"),
+        ({"network": {"latency": 0, "bytes": 1}}, "'bytes' is no name of a Link"),
     ],
 )
 def test_refused_machine_files(tmp_path, change, words):
@@ -282,3 +293,73 @@ def test_the_first_layer_of_a_later_stage_makes_a_gradient_of_its_input():
         for ranks, strategy in ((1, "ddp"), (2, "pipeline"))
     )
     assert 2 * halves.computing == pytest.approx(whole.computing, rel=0.05)
+
+
+class Mixing(ms.nn.Layer):
+    """A product of which the plan knows nothing."""
+
+    def output_shape(self, input_shape):
+        return input_shape
+
+    def forward(self, p, x, context):
+        return x, None
+
+    def backward_input(self, p, saved, dy):
+        return dy, None
+
+
+class Counted(Mixing):
+    """The same layer, which says its operations."""
+
+    def estimated_flops(self, input_shape):
+        return 2 * input_shape[0] ** 2
+
+
+def test_layers_of_other_packages_are_known_by_their_flops_or_named():
+    def plan(layer, machine=MACHINE):
+        model = ms.nn.Model(
+            ms.nn.Sequential(ms.nn.Linear(256, 256), layer),
+            ms.nn.MSE(),
+            input_shape=(256,),
+            dtype="float32",
+        )
+        return plan_step(model, Job(1, batch_size=64), machine)
+
+    unknown, counted, linear = map(plan, (Mixing(), Counted(), ms.nn.Linear(256, 256, bias=False)))
+    assert unknown.unknown_layers == ("Mixing",)
+    assert unknown.as_dict()["unknown_layers"] == ["Mixing"]
+    assert counted.unknown_layers == linear.unknown_layers == ()
+    assert counted.computing - unknown.computing == pytest.approx(3 * 2 * 64 * 256**2 / RATE)
+    # A row of the machine file makes it known.
+    rows = (*MACHINE.passes, PassRate("Mixing", "float32", 1e-6))
+    known = plan(Mixing(), Machine(**{**_fields(MACHINE), "passes": rows}))
+    assert known.unknown_layers == ()
+    assert known.computing > unknown.computing
+
+
+def chain(*sizes):
+    layers = [ms.nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)]
+    loss = ms.nn.MSE()
+    return ms.nn.Model(ms.nn.Sequential(*layers), loss, input_shape=sizes[:1], dtype="float32")
+
+
+def test_later_micro_batches_add_to_the_gradient():
+    slow = Machine("slow", 1, MACHINE.products, (1e6,), Link(0, 1e30))
+    job = Job(1, 1, "hybrid", (1, 1, 1), "ddp", 64)
+    once, eight = (
+        plan_step(chain(256, 256, 256), replace(job, micro_batch_count=count), slow)
+        for count in (1, 8)
+    )
+    # Each of seven reads the gradient.
+    nbytes = 2 * 256 * 256 * 4
+    assert eight.computing - once.computing == pytest.approx(7 * nbytes / 1e6, rel=1e-3)
+
+
+def test_publishing_takes_the_time_of_the_largest_stage():
+    job = Job(4, 2, "hybrid", (2, 1, 2), "zero1", 64, order=("data", "tensor", "pipeline"))
+    slow = Machine(**{**_fields(MACHINE), "network": Link(1e-5, 1e6)})
+    first, second = (
+        plan_step(chain(*sizes), job, slow).update for sizes in ((2048, 64, 64), (64, 64, 2048))
+    )
+    assert first == pytest.approx(second)
+    assert second > 64 * 2048 * 4 / 2 / 1e6

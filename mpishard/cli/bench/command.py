@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,7 @@ from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refus
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.observe import plot_panels
+from mpishard.planning import Machine, MachineError
 
 bench = typer.Typer(rich_markup_mode=None)
 
@@ -135,10 +137,17 @@ def machine(
 
     def body(backend: CommunicationBackend) -> None:
         found = benchmark.run(backend)
-        if backend.rank == 0:
-            show(benchmark.table(found))
-            found.write(output, measured_on=describe_machine())
-            say("bench", f"wrote {output}")
+        if backend.rank > 0:
+            return
+        kept: list[str] = []
+        # Without a file there is nothing to keep, and one of another version cannot be read.
+        with suppress(MachineError, OSError):
+            found, kept = found.keeping(Machine.load(output))
+        show(benchmark.table(found))
+        found.write(output, measured_on=describe_machine())
+        say("bench", f"wrote {output}")
+        if kept:
+            say("bench", f"kept what was not measured now: {', '.join(kept)}")
 
     _on_ranks(context, body, ranks, world_size)
 

@@ -26,7 +26,10 @@ from mpishard.planning import Link, Machine, PassRate, ProductRate, works_of
 from mpishard.sharding import ShardingConfiguration
 
 _SIZES = (16, 64, 256, 1024)
-"""Numbers of rows, columns and inner elements of the products."""
+"""Numbers of columns of the products."""
+
+_FEW = 4
+"""Least number of rows and of inner elements: a micro-batch may have few samples."""
 
 _ROWS, _WIDTH, _HEADS, _TIME = 256, 1024, 8, 128
 """Arrays of passes are _ROWS x _WIDTH: a megabyte in float32, as activations mostly have."""
@@ -35,7 +38,9 @@ _LARGE = 1 << 25  # elements of the arrays that do not fit a cache, all ranks to
 _COLD = 1 << 26  # bytes of weights
 _MESSAGE = 1 << 23
 _MANY = 32
-_MESSAGES = 10  # times as many repeats, because both ranks must run at once
+_BACKGROUND = 1 << 20  # bytes of a message that is under way while a rank computes
+_MESSAGES = 10  # times as many repeats, because all ranks must run at once
+_MESSAGES_SECONDS = 2.0  # of all repeats of a message, but five at least: a network may be slow
 _ELEMENT = np.dtype(np.float32)
 
 Call = Callable[[], object]
@@ -79,44 +84,39 @@ class MachineBenchmark:
         )
 
     def _seconds(
-        self,
-        backend: CommunicationBackend,
-        call: Call,
-        prepare: Call | None = None,
-        clock: Callable[[], float] = time.thread_time,
-        factor: int = 1,
+        self, backend: CommunicationBackend, call: Call, prepare: Call | None = None
     ) -> float:
         """Return the seconds of a call that all ranks make at once: the mean of the ranks.
 
         The clock of the thread counts only while it runs, so that other programs do not slow it
-        down, and the lower quartile leaves out calls whose caches they have emptied. By the clock
-        of the wall the fastest call counts.
+        down, and the lower quartile leaves out calls whose caches they have emptied.
         """
         if prepare is not None:
             prepare()
         call()
         seconds = []
-        for _ in range(self.repeats * factor):
+        for _ in range(self.repeats):
             if prepare is not None:
                 prepare()
             backend.barrier()
-            start = clock()
+            start = time.thread_time()
             call()
-            seconds.append(clock() - start)
+            seconds.append(time.thread_time() - start)
         # The least would be too good: a step has many calls, and few of them are the fastest.
-        own = Timing(tuple(seconds)).quartiles[0] if clock is time.thread_time else min(seconds)
+        own = Timing(tuple(seconds)).quartiles[0]
         return float(backend.all_gather(np.array([own])).mean())
 
     def _products(self, backend: CommunicationBackend) -> Iterator[ProductRate]:
         for precision in _precisions():
             dtype = _dtype(precision)
-            for rows, columns, inner in itertools.product(_SIZES, repeat=3):
+            sizes = (_FEW, *_SIZES)
+            for rows, columns, inner in itertools.product(sizes, _SIZES, sizes):
                 x = np.ones((rows, inner), dtype)
                 # As many weights and results as do not fit a cache: a model's come from memory.
                 weights = itertools.cycle(_cold((columns, inner), dtype))
                 outs = itertools.cycle(_cold((rows, columns), dtype))
                 # Blocks of calls, because a small product takes less than the clock shows.
-                calls = max(1, int(2e6 / (rows * columns * inner)))
+                calls = min(1000, max(1, int(2e6 / (rows * columns * inner))))
 
                 def call(
                     x: Array = x,
@@ -248,34 +248,92 @@ class MachineBenchmark:
         return call, reduction, max(0.0, few - 2 * 4 * call - reduction)
 
     def _link(self, backend: CommunicationBackend, *, within: bool) -> Link | None:
-        """Measure messages between pairs of ranks that are on one node, or on two; None without."""
-        nodes = backend.nodes
-        pair = _pairs(nodes, within=within)
-        if not pair:
+        """Measure messages between two ranks of a node, or between all hosts; None without."""
+        groups = _groups(backend.nodes, within=within)
+        if not groups:
             return None
-        other = pair.get(backend.rank)
+        others = [r for group in groups if backend.rank in group for r in group]
+        others = [rank for rank in others if rank != backend.rank]
         seconds = []
-        # A short message, a long one, and many short ones under way at once.
-        for length, count in ((1, 1), (_MESSAGE // _ELEMENT.itemsize, 1), (1, _MANY)):
+        # A short message, a long one in all, and many short ones under way at once.
+        share = len(groups[0]) - 1
+        for length, count in ((1, 1), (_MESSAGE // _ELEMENT.itemsize // share, 1), (1, _MANY)):
             array = np.ones(length, _ELEMENT)
 
             def exchange(array: Array = array, count: int = count) -> None:
-                if other is not None:
-                    works = [backend.send_async(array, other) for _ in range(count)]
+                works = [backend.send_async(array, each) for each in others for _ in range(count)]
+                for each in others:
                     for _ in range(count):
-                        backend.receive(other, array.size, dtype=array.dtype)
-                    for work in works:
-                        work.wait()
+                        backend.receive(each, array.size, dtype=array.dtype)
+                for work in works:
+                    work.wait()
 
-            # The clock of the wall: a thread that waits for a message may sleep.
-            seconds.append(
-                self._seconds(backend, exchange, clock=time.perf_counter, factor=_MESSAGES)
-            )
+            seconds.append(self._exchange_seconds(backend, exchange))
         latency, long, many = seconds
         # All ranks of a host send at once: the rate is the host's.
-        sharing = 1 if within else sum(nodes[rank] == nodes[min(pair)] for rank in pair)
-        rate = sharing * _MESSAGE / max(long - latency, 1e-9)
-        return Link(latency, rate, max(0.0, many - latency) / (_MANY - 1))
+        sharing = 1 if within else len(groups)
+        rate = _MESSAGE / max(long - latency, 1e-9)
+        message = max(0.0, many - latency) / (_MANY * share - 1)
+        busy = 0.0 if within else self._processor(backend, groups, rate)
+        return Link(latency, sharing * rate, message, busy)
+
+    def _exchange_seconds(self, backend: CommunicationBackend, exchange: Call) -> float:
+        """Return the least time of an exchange of messages by the clock of the wall.
+
+        A rank that begins late finds messages that are there already: the slowest rank counts.
+        """
+        exchange()  # the first one connects
+        seconds: list[float] = []
+        while len(seconds) < _MESSAGES * self.repeats:
+            backend.barrier()
+            start = time.perf_counter()
+            exchange()
+            own = np.array([time.perf_counter() - start])
+            seconds.append(float(backend.all_gather(own).max()))
+            if len(seconds) >= 5 and sum(seconds) > _MESSAGES_SECONDS:
+                break
+        return min(seconds)
+
+    def _processor(
+        self, backend: CommunicationBackend, groups: Sequence[tuple[int, ...]], rate: float
+    ) -> float:
+        """Return a processor's seconds for each byte that it sends and receives as it computes.
+
+        Each rank computes alone, and while a collective of its group sends bytes. The clock is that
+        of all threads of the process, because one of them moves the messages.
+        """
+        own_group = next((i for i, ranks in enumerate(groups) if backend.rank in ranks), None)
+        group, others = backend.split(own_group), len(groups[0]) - 1
+        piece = np.ones(_BACKGROUND // _ELEMENT.itemsize // others, _ELEMENT)
+        gathered = np.empty(piece.size * len(groups[0]), _ELEMENT)
+        nbytes = piece.nbytes * others
+        x, out = np.ones((256, 256), _ELEMENT), np.empty((256, 256), _ELEMENT)
+        nn.product(x, x, out)
+        start = time.thread_time()
+        nn.product(x, x, out)
+        # The collective ends long before the products, so that no rank waits for it.
+        length = 2 * nbytes / rate + 0.05
+        wanted = length / (time.thread_time() - start)
+        calls = int(backend.all_gather(np.array([wanted])).max())
+
+        busy = []
+        for _ in range(max(3, min(self.repeats, int(_MESSAGES_SECONDS / length)))):
+            used = []
+            for sends in (False, True):
+                backend.barrier()
+                start = time.process_time()
+                work = group.all_gather_async(piece, out=gathered) if sends and group else None
+                for _ in range(calls):
+                    nn.product(x, x, out)
+                if work is not None:
+                    work.wait()
+                used.append(time.process_time() - start)
+            busy.append(used[1] - used[0])
+        if group is not None:
+            group.shutdown()
+        own = np.array([Timing(tuple(busy)).median])
+        of_groups = backend.all_gather(own)[[rank for ranks in groups for rank in ranks]]
+        return max(0.0, float(of_groups.mean())) / nbytes
 
     def table(self, machine: Machine) -> Table:
         """Return the measurements as a table, of products the slowest and the fastest."""
@@ -298,6 +356,9 @@ class MachineBenchmark:
                     f"latency {milliseconds(link.latency)}",
                     f"{bytes_text(int(link.bytes_per_second))}/s",
                 )
+        if machine.network is not None:
+            busy = 1e9 * machine.network.processor_seconds
+            table.add_row("processor", "for each byte between hosts", f"{busy:.2f} ns")
         for timed in machine.passes:
             table.add_row(
                 timed.name,
@@ -314,19 +375,16 @@ class MachineBenchmark:
         return table
 
 
-def _pairs(nodes: Sequence[int], *, within: bool) -> dict[int, int]:
-    """Return the other rank of each rank that exchanges messages: on its node, or on another.
+def _groups(nodes: Sequence[int], *, within: bool) -> list[tuple[int, ...]]:
+    """Return groups of ranks that exchange messages: two of a node, or one of each host.
 
-    Between hosts every rank of the first two has a partner, so that their network is busy.
+    Between hosts there are as many groups as the host with the fewest ranks has ranks, so that
+    their network is busy.
     """
-    first = [rank for rank, node in enumerate(nodes) if node == nodes[0]]
+    ranks_of = [[r for r, node in enumerate(nodes) if node == n] for n in dict.fromkeys(nodes)]
     if within:
-        pairs = [tuple(first[:2])] if len(first) > 1 else []
-    else:
-        others = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
-        second = [rank for rank in others if nodes[rank] == nodes[others[0]]]
-        pairs = list(zip(first, second, strict=False))
-    return {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+        return [tuple(ranks_of[0][:2])] if len(ranks_of[0]) > 1 else []
+    return [*zip(*ranks_of, strict=False)] if len(ranks_of) > 1 else []
 
 
 def _cold(shape: tuple[int, int], dtype: DType) -> Array:

@@ -108,6 +108,8 @@ def step(
             for name in (schedule or ["gpipe"] if sizes[0] > 1 else [None])
         ]
         plans = [plan_step(model, each, speeds) for each in (*jobs, *on_mesh)]
+    for name in dict.fromkeys(name for plan in plans for name in plan.unknown_layers):
+        say("plan", f"the products of {name} are not known, which counts as passes over its arrays")
     if output is not None:
         draw(output, plans, target)
         say("plan", f"wrote {output}")
