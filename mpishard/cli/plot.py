@@ -30,8 +30,10 @@ def plot(
             show_default=False,
         ),
     ] = None,
-    title: Annotated[str, typer.Option(help="Text above the picture.")] = "",
-    unit: Annotated[str, typer.Option(help="Unit of the losses, as 'nats per byte'.")] = "",
+    title: Annotated[str, typer.Option(metavar="TEXT", help="Text above the picture.")] = "",
+    unit: Annotated[
+        str, typer.Option(metavar="TEXT", help="Unit of the losses, as 'nats per byte'.")
+    ] = "",
 ) -> None:
     """Draw the losses of one run, or of several.
 

@@ -61,7 +61,7 @@ def collectives(
     context: typer.Context,
     collective: Annotated[list[str] | None, choice("bench", KINDS, _REPEATED)] = None,
     sizes: Annotated[
-        str, typer.Option(help="Bytes of the whole array.")
+        str, typer.Option(metavar="SIZE,...", help="Bytes of the whole array.")
     ] = "8B,1KiB,64KiB,1MiB,16MiB,64MiB",
     dtype: Annotated[
         Literal["float32", "float64", "int32", "int64"], typer.Option(help="Dtype of the array.")
@@ -95,7 +95,7 @@ def step(
         Literal["on", "off", "both"],
         typer.Option(help="Compare the ranks' calls; both: in every other step."),
     ] = "on",
-    memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure resident memory too.")] = False,
     precision: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="bfloat16: mixed precision.")
     ] = "float32",
