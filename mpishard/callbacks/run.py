@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from mpishard.base import Array, ShardingError
 from mpishard.communication import CommunicationBackend, all_texts, who
@@ -99,8 +100,8 @@ def check_callbacks(callbacks: object) -> tuple[object, ...]:
     Raises
     ------
     TypeError
-        For anything but a list or tuple of objects with at least one of `HOOKS` and no other
-        method that begins with ``on_``.
+        For anything but a list or tuple of objects with at least one of `HOOKS`, each with the
+        arguments (run, record), and no other method that begins with ``on_``.
     """
     if not isinstance(callbacks, list | tuple):
         raise TypeError(f"callbacks must be a list, got {type(callbacks).__name__}")
@@ -116,7 +117,23 @@ def check_callbacks(callbacks: object) -> tuple[object, ...]:
             raise TypeError(f"the callback {name} has {strange[0]}, which nothing calls; {known}")
         if not any(callable(getattr(callback, each)) for each in found):
             raise TypeError(f"the callback {name} has none of the methods {known}")
+        for each in found:
+            _check_arguments(name, each, getattr(callback, each))
     return tuple(callbacks)
+
+
+def _check_arguments(name: str, hook: str, method: Any) -> None:
+    """Refuse a method of a callback that cannot be called with (run, record)."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # not callable, or of a compiled class: the call will tell
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"{hook} of the callback {name} must take (run, record), got {signature}"
+        ) from None
 
 
 def names_of(callbacks: Sequence[object]) -> list[str]:

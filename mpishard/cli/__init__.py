@@ -25,6 +25,7 @@ from typer.main import get_group
 
 from mpishard.base import nearest, settings
 from mpishard.cli.machine import installed_version
+from mpishard.cli.wording import wrapped
 
 __all__ = ["app", "main"]
 
@@ -55,6 +56,10 @@ _COMMANDS = {
 _MEANT = {"list": "inspect FOLDER", "ls": "inspect FOLDER", "show": "inspect", "verify": "check"}
 
 
+# Values of options that name none of their own; typer would write "<int range>" or "<str>".
+_VALUES = {"int range": "N", "int": "N", "float": "X", "str": "NAME", "path": "FILE"}
+
+
 class _Group(TyperGroup):
     """The commands of a command; an unknown one is refused with the names of all."""
 
@@ -62,14 +67,13 @@ class _Group(TyperGroup):
         if args[0] not in self.commands and not args[0].startswith("-"):
             meant = _MEANT.get(args[0], "")
             hint = f"; did you mean {meant}?" if meant.split(" ")[0] in self.commands else ""
-            ctx.fail(
-                f"there is no command {args[0]!r}; the commands of {ctx.info_name} are "
-                f"{', '.join(self.commands)}{hint or nearest(args[0], self.commands)}"
-            )
+            text = f"there is no command {args[0]!r}; the commands of {ctx.info_name} are "
+            text += f"{', '.join(self.commands)}{hint or nearest(args[0], self.commands)}"
+            ctx.fail(wrapped(text, sys.stderr))
         return super().resolve_command(ctx, args)
 
 
-class _Commands(TyperGroup):
+class _Commands(_Group):
     """Imports a command when it is called; the list of all needs none of them."""
 
     def __init__(self, **options: Any) -> None:
@@ -93,9 +97,8 @@ class _Commands(TyperGroup):
             self.commands[cmd_name] = get_group(holder).commands[cmd_name]
             leaves = getattr(self.commands[cmd_name], "commands", {"": self.commands[cmd_name]})
             for option in (each for leaf in leaves.values() for each in leaf.params):
-                # Without a name of its own the value of a whole number would be "<int range>".
-                if option.type.name == "int range":
-                    option.metavar = option.metavar or "N"
+                if not option.metavar and option.param_type_name == "option":
+                    option.metavar = _VALUES.get(option.type.name)
             # A list of commands would cut a summary that is not given to one line.
             for each in getattr(self.commands[cmd_name], "commands", {}).values():
                 each.short_help = (each.help or "").partition("\n\n")[0].replace("\n", " ")

@@ -30,7 +30,9 @@ def plot(
             show_default=False,
         ),
     ] = None,
-    unit: Annotated[str, typer.Option(help="Unit of the losses, as 'nats per byte'.")] = "",
+    unit: Annotated[
+        str, typer.Option(metavar="TEXT", help="Unit of the losses, as 'nats per byte'.")
+    ] = "",
 ) -> None:
     """Draw the losses of one run, or of several.
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import typer
 
@@ -79,20 +79,24 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def wrapped(text: str, stream: IO[str]) -> str:
+    """Return text with lines that end between words on a terminal, not in backticks."""
+    if not stream.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    # A space in a command is no place to end a line: users copy commands.
+    kept = re.sub(r"`[^`\n]*`", lambda found: found[0].replace(" ", _NO_BREAK), text)
+    fit = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in kept.split("\n"):
+        fit.subsequent_indent = " " * (len(line) - len(line.lstrip()))
+        lines.append(fit.fill(line) if len(line) > columns else line)
+    return "\n".join(lines).replace(_NO_BREAK, " ")
+
+
 def echo(text: str, *, err: bool = False) -> None:
-    """Print sentences. On a terminal lines end between words; a command in backticks is not cut."""
-    stream = sys.stderr if err else sys.stdout
-    if stream.isatty():
-        columns = shutil.get_terminal_size().columns
-        # A space in a command is no place to end a line: users copy commands.
-        kept = re.sub(r"`[^`\n]*`", lambda found: found[0].replace(" ", _NO_BREAK), text)
-        fit = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-        lines = []
-        for line in kept.split("\n"):
-            fit.subsequent_indent = " " * (len(line) - len(line.lstrip()))
-            lines.append(fit.fill(line) if len(line) > columns else line)
-        text = "\n".join(lines).replace(_NO_BREAK, " ")
-    typer.echo(text, err=err)
+    """Print sentences, `wrapped`."""
+    typer.echo(wrapped(text, sys.stderr if err else sys.stdout), err=err)
 
 
 def say(command: str, message: object) -> None:

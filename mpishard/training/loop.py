@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.base import MissingInterfaceError
+from mpishard.base import CheckpointError, MissingInterfaceError
 from mpishard.callbacks import EarlyStopping, JSONLines, ProgressLine, Record, Run, names_of
 from mpishard.communication import same_outcome
 from mpishard.data import Batches, RankBatch
@@ -417,7 +417,14 @@ class TrainingRun:
     def _resume(self, path: Path) -> None:
         holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
-        position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
+        try:
+            position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
+        except CheckpointError as error:  # most often after a change of the model
+            error.add_note(
+                "The run was to continue there. For a new run choose another folder, or pass "
+                "resume=False"
+            )
+            raise
         with same_outcome(self.model.backend):  # the user's own code may fail on one rank alone
             self.user_state.restore(position["user_state"], path)
         self.step = int(position["step"])

@@ -84,6 +84,7 @@ def test_a_host_that_does_not_answer(ssh, name, words, fix):
     assert name in finding.text
     assert finding.fix.startswith(fix)
     assert found["hosts.memory"].value.keys() == {HERE}
+    assert not {"hosts.versions", "hosts.clocks", "hosts.ports"} & found.keys()
 
 
 def facts(**changes):

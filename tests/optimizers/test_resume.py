@@ -310,6 +310,14 @@ def test_a_new_run_does_not_resume_existing_checkpoints(tmp_path):
     assert len(resumed.loss_history) == 5
 
 
+def test_a_changed_model_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    ms.run_in_threads(2, train, tmp_path / "run", max_steps=2)
+    monkeypatch.setitem(globals(), "network", lambda _: ms.nn.MLP([5, 3, 2], seed=4))
+    with pytest.raises(CheckpointError, match="does not fit the model") as error:
+        ms.run_in_threads(2, train, tmp_path / "run")
+    assert "choose another folder, or pass resume=False" in error.value.__notes__[0]
+
+
 def test_resume_true_needs_a_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint in .*leave resume out"):
         ms.run_in_threads(2, train, tmp_path / "run", resume=True)

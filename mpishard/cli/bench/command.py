@@ -63,7 +63,7 @@ def collectives(
     context: typer.Context,
     collective: Annotated[list[str] | None, choice("bench", KINDS, _REPEATED)] = None,
     sizes: Annotated[
-        str, typer.Option(help="Bytes of the whole array.")
+        str, typer.Option(metavar="SIZE,...", help="Bytes of the whole array.")
     ] = "8B,1KiB,64KiB,1MiB,16MiB,64MiB",
     dtype: Annotated[
         Literal["float32", "float64", "int32", "int64"], typer.Option(help="Dtype of the array.")

@@ -83,11 +83,12 @@ def examine_hosts(
         if not silent:
             text = f"{', '.join(name for name in facts if name != own) or own} can be logged in to"
             yield Finding("hosts.ssh", text, list(facts))
-        network = network_to(names)
-        yield from _comparisons(facts, own, network, mpi)
-        answering = [remote for remote in remotes if remote.name in facts]
-        ports = list(_ports(answering, facts, own, network))
-        yield from ports
+        network, ports = network_to(names), []
+        if len(facts) > 1:  # one host agrees with itself
+            yield from _comparisons(facts, own, network, mpi)
+            answering = [remote for remote in remotes if remote.name in facts]
+            ports = list(_ports(answering, facts, own, network))
+            yield from ports
         yield from _memory(facts, own)
     is_ready = not silent and all(port.fix is None for port in ports)
     if mpi.launcher is not None and is_ready and not quick:
@@ -303,7 +304,7 @@ def _ports(
         # Debian's /etc/hosts has 127.0.1.1 for the name of the machine itself.
         if name == own and network is not None:
             address = address_of(found["interfaces"].get(network.interface, ""))
-        if address is not None and (not address.is_loopback or len(facts) == 1):
+        if address is not None and not address.is_loopback:
             ends[name] = (str(address), found["port"])
     for name in facts.keys() - ends.keys():
         text = f"{own} knows no address of {name}: its ports are not tested"
