@@ -36,46 +36,53 @@ def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str
     missing = (f"{row.name} {gibibytes(row.host.total - limit)}" for row in rows)
     yield f"Nothing fits {gibibytes(limit)} per host. Missing per host: {', '.join(missing)}."
     # Of equal rows the last, which shards most and gains most from more hosts.
-    job = min(reversed(rows), key=lambda row: row.host.total).job
-    yield from _on_more_hosts(model, job, limit, "")
+    yield from changes_of(model, min(reversed(rows), key=lambda row: row.host.total).job, limit)
+
+
+def changes_of(model: Any, job: Job, limit: int) -> Iterator[str]:
+    """Yield changes of a job with which it fits: more hosts, recomputation, fewer samples."""
+    yield _on_more_hosts(model, job, limit, "")
     if not isinstance(model, ILayeredModel):
         return
     if job.checkpoint_config is None:
         again = replace(job, checkpoint_config=RECOMPUTATION).with_options()
-        cost = (
-            f" with recomputation, which costs {_cost_of_recomputation(model):.0%} more computing,"
-        )
-        yield from _on_more_hosts(model, again, limit, cost)
-    if job.samples_of_rank > 1:
-        one = replace(job, batch_size=job.sizes[2])
-        yield from _on_more_hosts(model, one, limit, " with 1 sample per rank and step")
+        cost = f", which costs {_cost_of_recomputation(model):.0%} more computing,"
+        yield _on_more_hosts(model, again, limit, cost)
+    least = job.sizes[2] * job.micro_batch_count  # a micro-batch has a sample at least
+    if job.samples > least:
+        fewer = replace(job, batch_size=least)
+        yield _on_more_hosts(model, fewer, limit, f" with {least} samples a step")
 
 
-def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> Iterator[str]:
-    """Yield the fewest hosts, with as many ranks each, on which the job fits."""
-    most = _on(model, job, _FACTORS[-1])
-    if most is None:
-        return
-    if most.host.total > limit:
-        yield f"{most.name}{change} does not fit on up to {most.job.hosts} hosts."
-        return
-    fewer = (_on(model, job, factor) for factor in _FACTORS[:-1])
-    row = next((each for each in fewer if each is not None and each.host.total <= limit), most)
-    hosts = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
-    yield (
-        f"{row.name}{change} fits on {hosts} ({row.job.ranks} ranks): "
-        f"{gibibytes(row.host.total)} per host."
+def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> str:
+    """Return the fewest hosts, with as many ranks each, on which the job fits."""
+    row = None
+    for factor in _FACTORS:
+        try:
+            row = memory_of(model, _on(job, factor))
+        except UnplannableError:  # the batch is too small for so many ranks, for one
+            break
+        if row.host.total <= limit:
+            hosts = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
+            return (
+                f"{row.name}{change} fits on {hosts} ({row.job.ranks} ranks): "
+                f"{gibibytes(row.host.total)} per host."
+            )
+    assert row is not None, "the job itself is possible"
+    most = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
+    least = gibibytes(row.host.total)
+    return f"{row.name}{change} does not fit on up to {most}, where it needs {least} each."
+
+
+def _on(job: Job, factor: int) -> Job:
+    """Return the job with ``factor`` times the hosts and the same batch; the data axis grows."""
+    return replace(
+        job,
+        ranks=job.ranks * factor,
+        hosts=job.hosts * factor,
+        mesh=(*job.mesh[:2], -1),
+        batch_size=job.samples,
     )
-
-
-def _on(model: Any, job: Job, factor: int) -> MemoryRow | None:
-    """Return the row with ``factor`` times the hosts; None if the run is not possible there."""
-    mesh = (*job.mesh[:2], -1)
-    try:
-        more = replace(job, ranks=job.ranks * factor, hosts=job.hosts * factor, mesh=mesh)
-        return memory_of(model, more)
-    except UnplannableError:
-        return None
 
 
 def _cost_of_recomputation(model: ILayeredModel) -> float:
