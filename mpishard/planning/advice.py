@@ -13,9 +13,23 @@ from mpishard.planning.rank_memory import MemoryRow, memory_of
 _FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times the given hosts
 
 
-def gibibytes(nbytes: int) -> str:
-    """Return bytes in GiB as text, with three digits."""
-    return f"{nbytes / 2**30:.3g} GiB"
+def bytes_text(nbytes: int) -> str:
+    """Return bytes as text, in GiB or a smaller unit, with three digits."""
+    unit, size = unit_of(nbytes)
+    return f"{digits(nbytes / size)} {unit}"
+
+
+def digits(amount: float) -> str:
+    """Return an amount as text, with three digits; without an exponent."""
+    if 0 < amount < 0.001:
+        return "<0.001"
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def unit_of(nbytes: int) -> tuple[str, int]:
+    """Return the unit in which such a number is written, and its bytes."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((each for each in units if nbytes >= each[1]), ("B", 1))
 
 
 def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str]:
@@ -31,10 +45,10 @@ def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str
         Bytes that a host has.
     """
     if fitting := [row.name for row in rows if row.host.total <= limit]:
-        yield f"{gibibytes(limit)} per host suffice for {', '.join(fitting)}."
+        yield f"{bytes_text(limit)} per host suffice for {', '.join(fitting)}."
         return
-    missing = (f"{row.name} {gibibytes(row.host.total - limit)}" for row in rows)
-    yield f"Nothing fits {gibibytes(limit)} per host. Missing per host: {', '.join(missing)}."
+    missing = (f"{row.name} {bytes_text(row.host.total - limit)}" for row in rows)
+    yield f"Nothing fits {bytes_text(limit)} per host. Missing per host: {', '.join(missing)}."
     # Of equal rows the last, which shards most and gains most from more hosts.
     yield from changes_of(model, min(reversed(rows), key=lambda row: row.host.total).job, limit)
 
@@ -56,22 +70,23 @@ def changes_of(model: Any, job: Job, limit: int) -> Iterator[str]:
 
 def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> str:
     """Return the fewest hosts, with as many ranks each, on which the job fits."""
-    row = None
+    row, reason = None, ""
     for factor in _FACTORS:
         try:
             row = memory_of(model, _on(job, factor))
-        except UnplannableError:  # the batch is too small for so many ranks, for one
+        except UnplannableError as error:
+            reason = f"; with more ranks {error}"
             break
         if row.host.total <= limit:
             hosts = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
             return (
                 f"{row.name}{change} fits on {hosts} ({row.job.ranks} ranks): "
-                f"{gibibytes(row.host.total)} per host."
+                f"{bytes_text(row.host.total)} per host."
             )
     assert row is not None, "the job itself is possible"
     most = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
-    least = gibibytes(row.host.total)
-    return f"{row.name}{change} does not fit on up to {most}, where it needs {least} each."
+    least = bytes_text(row.host.total)
+    return f"{row.name}{change} does not fit on up to {most}, where it needs {least} each{reason}."
 
 
 def _on(job: Job, factor: int) -> Job:

@@ -174,7 +174,8 @@ class Job:
         if data > 1 or not words:
             words.append(self.axis_strategy)
         if self.has_schedule:
-            words.append(self.used_schedule.name.lower())
+            given = isinstance(self.schedule, str)
+            words.append(self.schedule if given else self.used_schedule.name.lower())
         if self.micro_batch_count > 1:
             words.append(f"m{self.micro_batch_count}")
         if self.checkpoint_config is not None:
@@ -230,8 +231,9 @@ class Job:
         data, count = self.sizes[2], self.micro_batch_count
         if self.samples < data * count:
             raise UnplannableError(
-                f"a batch of {self.samples} is too small for a data axis of {data} and {count} "
-                f"micro-batches of a rank: give at least {data * count} samples"
+                f"a batch of {self.samples} is too small for a data axis of {data} and "
+                f"{count} micro-batch{'es' * (count > 1)} of a rank: give at least {data * count} "
+                "samples"
             )
         is_plain = self.micro_batch_count == 1 and self.checkpoint_config is None
         if is_plain or STRATEGY_OPTIONS.get(self.strategy):
@@ -316,6 +318,8 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
         given = factory(*[0] * len(required))
     except MemoryError as error:
         raise UnplannableError(f"the factory ran out of memory ({error}); {_EXPECTED}") from error
+    except Exception as error:
+        raise UnplannableError(f"the factory raised {type(error).__name__}: {error}") from error
     model = given[0] if isinstance(given, tuple) and given else given
     if not _is_model(model):
         raise UnplannableError(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mpishard.contracts import ILayeredModel
-from mpishard.planning.advice import advice_on, gibibytes
+from mpishard.planning.advice import advice_on, bytes_text, digits, unit_of
 from mpishard.planning.jobs import (
     DATA_STRATEGIES,
     UnplannableError,
@@ -52,7 +52,7 @@ class MemoryPlan:
         hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
         return (
             f"{type(self).__name__}({self.model}, {self.parameter_count:,} parameters, {job.ranks} "
-            f"ranks on {hosts}: {least.name} needs least, {gibibytes(least.host.total)} per host)"
+            f"ranks on {hosts}: {least.name} needs least, {bytes_text(least.host.total)} per host)"
         )
 
     @property
@@ -60,12 +60,23 @@ class MemoryPlan:
         """Model, ranks and batch in words."""
         return title_of(self.model, self.parameter_count, self.rows[0].job)
 
+    @property
+    def unit(self) -> str:
+        """Unit of all amounts in the table."""
+        return unit_of(self._most)[0]
+
+    @property
+    def _most(self) -> int:
+        return max(row.host.total for row in self.rows)
+
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the table's rows: name, categories, rank, host."""
+        """Yield the cells of the table's rows: name, categories, rank, host; in `unit`."""
+        _, size = unit_of(self._most)
         for row in self.rows:
             values = asdict(row.rank).values()
-            shown = ["not known" if value is None else gibibytes(value) for value in values]
-            yield row.name, *shown, gibibytes(row.rank.total), gibibytes(row.host.total)
+            total = row.rank.total, row.host.total
+            shown = (None if value is None else value / size for value in (*values, *total))
+            yield row.name, *("not known" if v is None else digits(v) for v in shown)
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in COLUMNS)
@@ -74,7 +85,7 @@ class MemoryPlan:
             for cells in self.cells()
         )
         advice = "".join(f"<p>{html.escape(line)}</p>" for line in self.advice)
-        caption = f"<caption>{html.escape(self.title)}</caption>"
+        caption = f"<caption>{html.escape(self.title)}; in {self.unit}</caption>"
         return f"<table>{caption}<tr>{head}</tr>{body}</table>{advice}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,7 +163,7 @@ def plan_memory(
     >>> model = ms.nn.MLP([512, 512, 512], dtype="float32")
     >>> plan = ms.plan_memory(model, ranks=4, strategies=["ddp", "fsdp"], meshes=[])
     >>> plan
-    MemoryPlan(MLP, 525,312 parameters, 4 ranks on 1 host: fsdp needs least, 0.0159 GiB per host)
+    MemoryPlan(MLP, 525,312 parameters, 4 ranks on 1 host: fsdp needs least, 16.3 MiB per host)
     >>> [(row.name, row.rank.optimizer_state) for row in plan.rows]
     [('ddp', 4202496), ('fsdp', 1050624)]
     """

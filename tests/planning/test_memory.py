@@ -200,6 +200,7 @@ def holding() -> Any:
         (type(function()), {}, "no argument or a seed, and this one needs"),
         (gpt, {"order": ("data",)}, "order must name pipeline, tensor"),
         (gpt, {"micro_batch_counts": [9]}, "a batch of 32 is too small for a data axis of 4 and 9"),
+        (lambda: 1 / 0, {}, "the factory raised ZeroDivisionError: division by zero"),
         (3, {}, "expected a model, or a factory that returns one, got a int"),
         (gpt, {"hosts": 3}, "4 ranks on 3 hosts"),
         (gpt, {"meshes": [(3, 1, 1)]}, r"pipeline 3 x tensor 1 x data 1 = 3, and the world has 4"),
@@ -226,7 +227,7 @@ def test_a_system_that_does_not_reserve_addresses(monkeypatch: pytest.MonkeyPatc
 def test_advice_says_what_fits() -> None:
     least = memory_of(gpt(8), Job(2, strategy="fsdp", batch_size=64)).host.total
     fits = plan_memory(gpt(8), 2, meshes=[], batch_size=64, host_memory=least)
-    assert fits.advice == (f"{least / 2**30:.3g} GiB per host suffice for zero2, fsdp.",)
+    assert fits.advice == (f"{least / 2**20:.3g} MiB per host suffice for zero2, fsdp.",)
     tight = plan_memory(gpt(8), 2, meshes=[], batch_size=64, host_memory=least // 2)
     first, *changes = tight.advice
     assert "Nothing fits" in first

@@ -83,12 +83,15 @@ def memory(
 
 
 def _show(plan: MemoryPlan) -> None:
-    table = figures_table(plan.title, _HEADS, ("",), gap=1)
+    table = figures_table("", _HEADS, ("",), gap=1)
+    table.columns[0].no_wrap = False
+    table.columns[0].max_width = 20  # a long name is folded, and not the figures beside it
     for cells in plan.cells():
-        table.add_row(*(cell.removesuffix(" GiB") for cell in cells))
+        table.add_row(*cells)
     table.caption = (
-        "GiB of the rank that needs most, and of the host. units: gathered parameters and "
+        f"{plan.unit} of the rank that needs most, and of the host. units: gathered parameters and "
         "gradients of units in use; activ.: activations. A process without a model is not counted."
     )
+    typer.echo(plan.title)
     show(table)
     typer.echo("\n".join(plan.advice))

@@ -74,7 +74,11 @@ def mesh(
         document = {"model": names[0], "parameter_count": names[1], "machine": speeds.name}
         typer.echo(json.dumps({**document, "host_memory": limit, **_as_dict(found)}, indent=1))
     else:
-        show(_table(found, title_of(*names, job), limit))
+        ways = counted(len(found.candidates), "way")
+        typer.echo(
+            f"{title_of(*names, job)}\n{bytes_text(limit)} of memory per host; {ways} to train"
+        )
+        show(_table(found))
         reasons: dict[str, list[str]] = {}
         for sizes, reason in found.refused:
             reasons.setdefault(reason, []).append(sizes)
@@ -113,10 +117,8 @@ def _call(job: Job) -> str:
     return f'as_distributed(model, config, "{job.strategy}"{words})'
 
 
-def _table(found: MeshPlan, title: str, limit: int) -> Table:
-    ways = counted(len(found.candidates), "way")
-    title += f"\n{bytes_text(limit)} of memory per host; {ways} to train"
-    table = figures_table(title, ("strategy", "step", "host", ""), ("strategy", ""))
+def _table(found: MeshPlan) -> Table:
+    table = figures_table("", ("strategy", "step", "host", ""), ("strategy", ""))
     table.columns[0].no_wrap = False  # a long name is folded, and not the figures beside it
     chosen = found.chosen
     if chosen is None:

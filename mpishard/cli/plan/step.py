@@ -97,8 +97,8 @@ def step(
         rows = [plan.as_dict() for plan in plans]
         typer.echo(json.dumps(document | {"rows": rows}, indent=1))
     else:
-        title = f"{title_of(*names, plans[0].job)}\n{speeds.name}"
-        show(table(plans, title, tokens_of(model)))
+        typer.echo(f"{title_of(*names, plans[0].job)}\n{speeds.name}")
+        show(table(plans, tokens_of(model)))
 
 
 def tokens_of(model: Any) -> int:
@@ -108,10 +108,10 @@ def tokens_of(model: Any) -> int:
     return int(first.input_shape[0]) if takes and first.input_shape else 1
 
 
-def table(plans: Sequence[StepPlan], title: str, tokens: int) -> Table:
+def table(plans: Sequence[StepPlan], tokens: int) -> Table:
     """Return the plans as a table."""
     columns = ("strategy", "step", *_HEADS, "tokens/s" if tokens > 1 else "samples/s")
-    found = figures_table(title, columns, ("strategy",), gap=1)
+    found = figures_table("", columns, ("strategy",), gap=1)
     found.columns[0].no_wrap = False  # a long name is folded, and not the figures beside it
     best = min(plan.seconds for plan in plans)
     for plan in plans:
