@@ -91,7 +91,8 @@ def test_mesh_says_what_it_rejected(folder):
     assert ended.exit_code == 1
     assert "more" in ended.stdout
     assert "Nothing fits" in ended.stdout
-    needed = [float(line.split()[-3]) for line in ended.stdout.splitlines() if " needs " in line]
+    rejected = [line.split() for line in ended.stdout.splitlines() if line.endswith(" more")]
+    needed = [float(words[-3]) for words in rejected]
     assert len(needed) > 5
     assert needed == sorted(needed)  # the nearest first; all are in KiB
     assert "recompute does not fit on up to 1 host" in ended.stdout
