@@ -174,8 +174,8 @@ class Job:
         if data > 1 or not words:
             words.append(self.axis_strategy)
         if self.has_schedule:
-            given = isinstance(self.schedule, str)
-            words.append(self.schedule if given else self.used_schedule.name.lower())
+            given = self.schedule
+            words.append(given if isinstance(given, str) else self.used_schedule.name.lower())
         if self.micro_batch_count > 1:
             words.append(f"m{self.micro_batch_count}")
         if self.checkpoint_config is not None:
