@@ -34,7 +34,7 @@ _COMMANDS = {
     "doctor": ("doctor.command", "Examine this environment, and name commands that fix it."),
     "verify": (
         "verify.command",
-        "Compare sharded training of TARGET's model with training it in one process.",
+        "Compare sharded training of FACTORY's model with training it in one process.",
     ),
     "plan": ("plan", "Plan a run before it starts: its memory, its time, its mesh, its schedule."),
     "bench": ("bench.command", "Measure collectives and training steps on these ranks."),

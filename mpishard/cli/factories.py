@@ -35,7 +35,7 @@ def load_factory(target: str, returns: str) -> Factory:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
         places = "package.module:factory or file.py:factory"
-        raise TargetError(f"TARGET must be {places}, got {target!r}\n{returns}")
+        raise TargetError(f"FACTORY must be {places}, got {target!r}\n{returns}")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     factory = getattr(module, name, None)
     if factory is None:

@@ -14,9 +14,19 @@ that a run asks. It imports models, optimizers, pipeline, nn, sharding, communic
 """
 
 from mpishard.planning.costs import works_of
-from mpishard.planning.jobs import RECOMPUTATION, Job, UnplannableError, planned_model
+from mpishard.planning.jobs import (
+    DATA_STRATEGIES,
+    NEIGHBOURS,
+    RECOMPUTATION,
+    Job,
+    UnplannableError,
+    identity_of,
+    jobs_of,
+    planned_model,
+    title_of,
+)
 from mpishard.planning.machine import Link, Machine, MachineError, PassRate, ProductRate
-from mpishard.planning.memory import DATA_STRATEGIES, MemoryPlan, plan_memory
+from mpishard.planning.memory import MemoryPlan, plan_memory
 from mpishard.planning.mesh import Candidate, MeshPlan, plan_mesh
 from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of
 from mpishard.planning.step import PARTS, StepPlan, plan_step

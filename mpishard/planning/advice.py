@@ -13,9 +13,23 @@ from mpishard.planning.rank_memory import MemoryRow, memory_of
 _FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times the given hosts
 
 
-def gibibytes(nbytes: int) -> str:
-    """Return bytes in GiB as text, with three digits."""
-    return f"{nbytes / 2**30:.3g} GiB"
+def bytes_text(nbytes: int) -> str:
+    """Return bytes as text, in GiB or a smaller unit, with three digits."""
+    unit, size = unit_of(nbytes)
+    return f"{digits(nbytes / size)} {unit}"
+
+
+def digits(amount: float) -> str:
+    """Return an amount as text, with three digits; without an exponent."""
+    if 0 < amount < 0.001:
+        return "<0.001"
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def unit_of(nbytes: int) -> tuple[str, int]:
+    """Return the unit in which such a number is written, and its bytes."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((each for each in units if nbytes >= each[1]), ("B", 1))
 
 
 def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str]:
@@ -31,51 +45,59 @@ def advice_on(model: Any, rows: Sequence[MemoryRow], limit: int) -> Iterator[str
         Bytes that a host has.
     """
     if fitting := [row.name for row in rows if row.host.total <= limit]:
-        yield f"{gibibytes(limit)} per host suffice for {', '.join(fitting)}."
+        yield f"{bytes_text(limit)} per host suffice for {', '.join(fitting)}."
         return
-    missing = (f"{row.name} {gibibytes(row.host.total - limit)}" for row in rows)
-    yield f"Nothing fits {gibibytes(limit)} per host. Missing per host: {', '.join(missing)}."
+    missing = (f"{row.name} {bytes_text(row.host.total - limit)}" for row in rows)
+    yield f"Nothing fits {bytes_text(limit)} per host. Missing per host: {', '.join(missing)}."
     # Of equal rows the last, which shards most and gains most from more hosts.
-    job = min(reversed(rows), key=lambda row: row.host.total).job
-    yield from _on_more_hosts(model, job, limit, "")
+    yield from changes_of(model, min(reversed(rows), key=lambda row: row.host.total).job, limit)
+
+
+def changes_of(model: Any, job: Job, limit: int) -> Iterator[str]:
+    """Yield changes of a job with which it fits: more hosts, recomputation, fewer samples."""
+    yield _on_more_hosts(model, job, limit, "")
     if not isinstance(model, ILayeredModel):
         return
     if job.checkpoint_config is None:
         again = replace(job, checkpoint_config=RECOMPUTATION).with_options()
-        cost = (
-            f" with recomputation, which costs {_cost_of_recomputation(model):.0%} more computing,"
-        )
-        yield from _on_more_hosts(model, again, limit, cost)
-    if job.samples_of_rank > 1:
-        one = replace(job, batch_size=job.sizes[2])
-        yield from _on_more_hosts(model, one, limit, " with 1 sample per rank and step")
+        cost = f", which costs {_cost_of_recomputation(model):.0%} more computing,"
+        yield _on_more_hosts(model, again, limit, cost)
+    least = job.sizes[2] * job.micro_batch_count  # a micro-batch has a sample at least
+    if job.samples > least:
+        fewer = replace(job, batch_size=least)
+        yield _on_more_hosts(model, fewer, limit, f" with {least} samples a step")
 
 
-def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> Iterator[str]:
-    """Yield the fewest hosts, with as many ranks each, on which the job fits."""
-    most = _on(model, job, _FACTORS[-1])
-    if most is None:
-        return
-    if most.host.total > limit:
-        yield f"{most.name}{change} does not fit on up to {most.job.hosts} hosts."
-        return
-    fewer = (_on(model, job, factor) for factor in _FACTORS[:-1])
-    row = next((each for each in fewer if each is not None and each.host.total <= limit), most)
-    hosts = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
-    yield (
-        f"{row.name}{change} fits on {hosts} ({row.job.ranks} ranks): "
-        f"{gibibytes(row.host.total)} per host."
+def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> str:
+    """Return the fewest hosts, with as many ranks each, on which the job fits."""
+    row, reason = None, ""
+    for factor in _FACTORS:
+        try:
+            row = memory_of(model, _on(job, factor))
+        except UnplannableError as error:
+            reason = f"; with more ranks {error}"
+            break
+        if row.host.total <= limit:
+            hosts = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
+            return (
+                f"{row.name}{change} fits on {hosts} ({row.job.ranks} ranks): "
+                f"{bytes_text(row.host.total)} per host."
+            )
+    assert row is not None, "the job itself is possible"
+    most = f"{row.job.hosts} host{'s' * (row.job.hosts > 1)}"
+    least = bytes_text(row.host.total)
+    return f"{row.name}{change} does not fit on up to {most}, where it needs {least} each{reason}."
+
+
+def _on(job: Job, factor: int) -> Job:
+    """Return the job with ``factor`` times the hosts and the same batch; the data axis grows."""
+    return replace(
+        job,
+        ranks=job.ranks * factor,
+        hosts=job.hosts * factor,
+        mesh=(*job.mesh[:2], -1),
+        batch_size=job.samples,
     )
-
-
-def _on(model: Any, job: Job, factor: int) -> MemoryRow | None:
-    """Return the row with ``factor`` times the hosts; None if the run is not possible there."""
-    mesh = (*job.mesh[:2], -1)
-    try:
-        more = replace(job, ranks=job.ranks * factor, hosts=job.hosts * factor, mesh=mesh)
-        return memory_of(model, more)
-    except UnplannableError:
-        return None
 
 
 def _cost_of_recomputation(model: ILayeredModel) -> float:

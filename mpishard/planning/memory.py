@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mpishard.contracts import ILayeredModel
-from mpishard.planning.advice import advice_on, gibibytes
-from mpishard.planning.jobs import Job, UnplannableError, name_of, planned_model
-from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of, parameter_count
-
-DATA_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""Strategies that divide samples alone, in the order of the memory that they need, most first."""
+from mpishard.planning.advice import advice_on, bytes_text, digits, unit_of
+from mpishard.planning.jobs import (
+    DATA_STRATEGIES,
+    UnplannableError,
+    identity_of,
+    jobs_of,
+    planned_model,
+    title_of,
+)
+from mpishard.planning.rank_memory import MemoryRow, MemoryUse, memory_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,32 +51,32 @@ class MemoryPlan:
         least = min(self.rows, key=lambda row: row.host.total)
         hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
         return (
-            f"{type(self).__name__}({self.model}, {self.parameter_count} parameters, {job.ranks} "
-            f"ranks on {hosts}: {least.name} needs least, {gibibytes(least.host.total)} per host)"
+            f"{type(self).__name__}({self.model}, {self.parameter_count:,} parameters, {job.ranks} "
+            f"ranks on {hosts}: {least.name} needs least, {bytes_text(least.host.total)} per host)"
         )
 
     @property
     def title(self) -> str:
         """Model, ranks and batch in words."""
-        job = self.rows[0].job
-        hosts = f"{job.hosts} host{'s' * (job.hosts > 1)}"
-        # A batch of a given size is divided among the data ranks of each row.
-        batch = (
-            f"{job.samples_of_rank} samples per data rank"
-            if job.batch_size is None
-            else f"batch of {job.batch_size}"
-        )
-        return (
-            f"{self.model} of {self.parameter_count} parameters on {job.ranks} ranks, {hosts}; "
-            f"{batch}" + (f"; {job.precision}" if job.precision else "")
-        )
+        return title_of(self.model, self.parameter_count, self.rows[0].job)
+
+    @property
+    def unit(self) -> str:
+        """Unit of all amounts in the table."""
+        return unit_of(self._most)[0]
+
+    @property
+    def _most(self) -> int:
+        return max(row.host.total for row in self.rows)
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the table's rows: name, categories, rank, host."""
+        """Yield the cells of the table's rows: name, categories, rank, host; in `unit`."""
+        _, size = unit_of(self._most)
         for row in self.rows:
             values = asdict(row.rank).values()
-            shown = ["not known" if value is None else gibibytes(value) for value in values]
-            yield row.name, *shown, gibibytes(row.rank.total), gibibytes(row.host.total)
+            total = row.rank.total, row.host.total
+            shown = (None if value is None else value / size for value in (*values, *total))
+            yield row.name, *("not known" if v is None else digits(v) for v in shown)
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in COLUMNS)
@@ -79,7 +85,7 @@ class MemoryPlan:
             for cells in self.cells()
         )
         advice = "".join(f"<p>{html.escape(line)}</p>" for line in self.advice)
-        caption = f"<caption>{html.escape(self.title)}</caption>"
+        caption = f"<caption>{html.escape(self.title)}; in {self.unit}</caption>"
         return f"<table>{caption}<tr>{head}</tr>{body}</table>{advice}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,16 +93,10 @@ class MemoryPlan:
         return {
             "model": self.model,
             "parameter_count": self.parameter_count,
-            "ranks": self.rows[0].job.ranks,
-            "hosts": self.rows[0].job.hosts,
-            "samples_of_rank": self.rows[0].job.samples_of_rank,
-            "precision": self.rows[0].job.precision,
             "host_memory": self.host_memory,
             "rows": [
                 {
-                    "name": row.name,
-                    "strategy": row.job.strategy,
-                    "mesh": list(row.job.sizes),
+                    **row.job.as_dict(),
                     "rank": {**asdict(row.rank), "total": row.rank.total},
                     "host": {**asdict(row.host), "total": row.host.total},
                     "stages": [asdict(use) for use in row.stages],
@@ -118,6 +118,9 @@ def plan_memory(
     *,
     strategies: Sequence[str] | None = None,
     meshes: Sequence[tuple[int, int, int]] | None = None,
+    micro_batch_counts: Sequence[int] = (1,),
+    schedules: Sequence[str | None] = (None,),
+    precisions: Sequence[str | None] = (None,),
     host_memory: int | None = None,
     **choices: Any,
 ) -> MemoryPlan:
@@ -135,12 +138,13 @@ def plan_memory(
     meshes : sequence of (int, int, int), optional
         Meshes (pipeline, tensor, data) to plan. Default: some that fit the model; for a black box
         none.
+    micro_batch_counts, schedules, precisions : sequence
+        Numbers of micro-batches, schedules of pipelines, and precisions to plan.
     host_memory : int, optional
         Bytes that a host has for the run. The advice then says what fits.
     **choices
-        Of `Job`: ``batch_size``, ``micro_batch_count``, ``schedule``, ``sequence_parallel``,
-        ``precision``, ``checkpoint_config``, ``optimizer``, ``data_parallel_strategy``,
-        ``minimum_parameter_group_size``, ``order``.
+        Of `Job`: ``batch_size``, ``sequence_parallel``, ``checkpoint_config``, ``optimizer``,
+        ``data_parallel_strategy``, ``minimum_parameter_group_size``, ``order``.
 
     Returns
     -------
@@ -159,36 +163,30 @@ def plan_memory(
     >>> model = ms.nn.MLP([512, 512, 512], dtype="float32")
     >>> plan = ms.plan_memory(model, ranks=4, strategies=["ddp", "fsdp"], meshes=[])
     >>> plan
-    MemoryPlan(MLP, 525312 parameters, 4 ranks on 1 host: fsdp needs least, 0.0159 GiB per host)
+    MemoryPlan(MLP, 525,312 parameters, 4 ranks on 1 host: fsdp needs least, 16.3 MiB per host)
     >>> [(row.name, row.rank.optimizer_state) for row in plan.rows]
     [('ddp', 4202496), ('fsdp', 1050624)]
     """
     model = planned_model(factory)
-    rows = [
-        memory_of(model, data_job(name, ranks, hosts, choices))
-        for name in (DATA_STRATEGIES if strategies is None else strategies)
-    ]
-    given = meshes is not None
-    for mesh in meshes or () if given else _usual_meshes(model, ranks, hosts):
-        job = Job(ranks, hosts, "hybrid", mesh, **choices)
-        try:
-            rows.append(memory_of(model, job))
-        except UnplannableError:
-            if given:  # one that was not asked for is left out
-                raise
+    jobs = functools.partial(
+        jobs_of,
+        ranks,
+        hosts,
+        micro_batch_counts=micro_batch_counts,
+        schedules=schedules,
+        precisions=precisions,
+        **choices,
+    )
+    names = DATA_STRATEGIES if strategies is None else strategies
+    rows = [memory_of(model, job) for job in jobs(strategies=names, meshes=meshes or ())]
+    for mesh in _usual_meshes(model, ranks, hosts) if meshes is None else ():
+        # One that was not asked for is left out if it is not possible.
+        with contextlib.suppress(UnplannableError):
+            rows += [memory_of(model, job) for job in jobs(strategies=(), meshes=[mesh])]
     if not rows:
         raise UnplannableError("there is nothing to plan: give a strategy or a mesh")
     advice = () if host_memory is None else tuple(advice_on(model, rows, host_memory))
-    return MemoryPlan(name_of(model), parameter_count(model), tuple(rows), host_memory, advice)
-
-
-def data_job(name: str, ranks: int, hosts: int, choices: Mapping[str, Any]) -> Job:
-    """Return the job of a strategy that divides samples alone."""
-    if name not in DATA_STRATEGIES:
-        known = ", ".join(DATA_STRATEGIES)
-        raise UnplannableError(f"strategies must be of {known}, got {name!r}; others are meshes")
-    given = {n: v for n, v in choices.items() if n != "data_parallel_strategy"}
-    return Job(ranks, hosts, name, **given).with_options()
+    return MemoryPlan(*identity_of(model), tuple(rows), host_memory, advice)
 
 
 def _usual_meshes(model: Any, ranks: int, hosts: int) -> Iterator[tuple[int, int, int]]:

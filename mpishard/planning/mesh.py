@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from mpishard.contracts import ILayeredModel
-from mpishard.planning.jobs import RECOMPUTATION, Job, UnplannableError, planned_model
+from mpishard.planning.advice import changes_of
+from mpishard.planning.jobs import (
+    DATA_STRATEGIES,
+    RECOMPUTATION,
+    Job,
+    UnplannableError,
+    planned_model,
+)
 from mpishard.planning.machine import Machine
-from mpishard.planning.memory import DATA_STRATEGIES
 from mpishard.planning.rank_memory import memory_of
 from mpishard.planning.step import StepPlan, plan_step
 
@@ -17,7 +24,6 @@ _SCHEDULES = ("1f1b", "zb-h1")
 """Schedules that are tried: gpipe is never faster than 1f1b, and needs more memory."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_CERTAIN = 1.1  # another number of micro-batches may need a little less than the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +35,8 @@ class Candidate:
     step : StepPlan
         Time of its step.
     host_bytes : int or None
-        Memory of a host; None if a faster job was chosen before it was planned. If no micro-batch
-        count fits, with recomputation or without, it is that of the one that needs least.
+        Memory of a host; None if a faster job was chosen before it was planned. If no number of
+        micro-batches fits, it is that of the largest number, which needs least.
     missing : int
         Bytes that a host lacks; 0 if it fits, or was not planned.
     """
@@ -52,11 +58,18 @@ class MeshPlan:
         All of them, the fastest first.
     refused : tuple of (str, str)
         Meshes on which the model cannot be computed, and why.
+    nearest : tuple of Candidate
+        If none fits: of each mesh, strategy and schedule the one that needs least, the nearest
+        first.
+    advice : tuple of str
+        If none fits: changes with which the nearest does.
     """
 
     chosen: Candidate | None
     candidates: tuple[Candidate, ...]
     refused: tuple[tuple[str, str], ...]
+    nearest: tuple[Candidate, ...]
+    advice: tuple[str, ...]
 
 
 def plan_mesh(
@@ -74,7 +87,7 @@ def plan_mesh(
     model : model or callable
         A model of layers, or a factory of one.
     job : Job
-        Ranks, hosts, batch and rule; its other choices are replaced.
+        Ranks, hosts, batch and rule; the others are chosen.
     machine : Machine
         Speeds.
     host_memory : int
@@ -92,86 +105,93 @@ def plan_mesh(
     model = planned_model(model)
     steps: list[StepPlan] = []
     refused: dict[str, str] = {}
-    # One batch for all, because a mesh with fewer data ranks would otherwise do less work.
-    job = replace(job, batch_size=job.batch_size or 8 * job.ranks)
-    for candidate in _jobs(model, job, precisions):
-        words = "x".join(map(str, candidate.sizes))
-        if words in refused:
+    stages: dict[Hashable, Any] = {}
+    for way in _ways(model, job, precisions):
+        mesh = "x".join(map(str, way["mesh"]))
+        if mesh in refused:
             continue
         try:
-            steps.append(plan_step(model, candidate, machine))
+            steps.append(plan_step(model, replace(job, **way), machine, stages))
         except UnplannableError as error:
             # Too many micro-batches for this batch say nothing about the mesh.
-            if candidate.micro_batch_count == 1:
-                refused[words] = str(error)
+            if way["micro_batch_count"] == 1:
+                refused[mesh] = str(error)
     if not steps:
         raise UnplannableError(next(iter(refused.values())))
     steps.sort(key=lambda step: step.seconds)
+    smallest: dict[Hashable, StepPlan] = {}
+    for step in sorted(steps, key=lambda step: -step.job.micro_batch_count):
+        smallest.setdefault(_kind(step.job), step)
+    least: dict[Hashable, Candidate] = {}
     found: list[Candidate] = []
-    chosen = None
-    least: dict[object, int] = {}
-    jobs = [step.job for step in steps]
     for step in steps:
-        if chosen is None:
-            nbytes = _bytes_needed(model, step.job, jobs, least, host_memory)
-            found.append(Candidate(step, nbytes, max(0, nbytes - host_memory)))
-            chosen = found[-1] if nbytes <= host_memory else None
-        else:
-            found.append(Candidate(step))
-    return MeshPlan(chosen, tuple(found), tuple(refused.items()))
+        kind = _kind(step.job)
+        if kind not in least:
+            least[kind] = _candidate(model, smallest[kind], host_memory)
+        # If the smallest micro-batches do not fit, larger ones need not be planned.
+        this = least[kind]
+        if this.missing == 0 and this.step is not step:
+            this = _candidate(model, step, host_memory)
+        found.append(replace(this, step=step))
+        if this.missing == 0:
+            break
+    chosen = found[-1] if found[-1].missing == 0 else None
+    nearest = sorted(least.values(), key=lambda each: each.missing) if chosen is None else []
+    advice = [] if chosen else changes_of(model, nearest[0].step.job, host_memory)
+    found += map(Candidate, steps[len(found) :])
+    return MeshPlan(chosen, tuple(found), tuple(refused.items()), tuple(nearest), tuple(advice))
 
 
-def _bytes_needed(
-    model: Any, job: Job, jobs: Sequence[Job], least: dict[object, int], limit: int
-) -> int:
-    """Return the memory of a host, or that of the job on the same mesh that needs least.
+def _kind(job: Job) -> Hashable:
+    """Return what jobs have in common that differ in the number of micro-batches alone."""
+    again = job.checkpoint_config is not None
+    return job.precision, job.sizes, job.axis_strategy, job.schedule, again
 
-    If that one is far from fitting, the others need not be planned, each of which takes a tenth of
-    a second.
+
+def _candidate(model: Any, step: StepPlan, limit: int) -> Candidate:
+    nbytes = memory_of(model, _shortened(step.job)).host.total
+    return Candidate(step, nbytes, max(0, nbytes - limit))
+
+
+def _shortened(job: Job) -> Job:
+    """Return a job that needs the same memory, with fewer micro-batches of the same size.
+
+    1F1B and ZB-H1 hold as many activations at once as the pipeline has ranks, or twice as many.
     """
-
-    def key(one: Job) -> object:
-        return one.precision, one.sizes, one.strategy, one.data_parallel_strategy
-
-    wanted = key(job)
-    if wanted not in least:
-        like = [one for one in jobs if key(one) == wanted]
-        most = max(one.micro_batch_count for one in like)
-        least[wanted] = min(
-            memory_of(model, one).host.total for one in like if one.micro_batch_count == most
-        )
-    if least[wanted] > _CERTAIN * limit:
-        return least[wanted]
-    return memory_of(model, job).host.total
+    count, full = 2 * job.sizes[0] + 1, job.micro_batch_count
+    size, rest = divmod(job.samples, job.sizes[2] * full)
+    if rest or full <= count:
+        return job
+    return replace(job, micro_batch_count=count, batch_size=size * job.sizes[2] * count)
 
 
-def _jobs(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[Job]:
-    """Yield all jobs to consider; those without a mesh first."""
+def _ways(model: Any, job: Job, precisions: Sequence[str | None]) -> Iterator[dict[str, Any]]:
+    """Yield the choices of all jobs to consider; those without a mesh first."""
     layers = len(model.layers) if isinstance(model, ILayeredModel) else 1
+    none = {"micro_batch_count": 1, "checkpoint_config": None, "schedule": None}
     for precision in precisions:
-        own = replace(job, precision=precision, micro_batch_count=1, checkpoint_config=None)
         for strategy in DATA_STRATEGIES:
-            yield replace(own, strategy=strategy)
-        # Ranks of a tensor axis are neighbours, so that they are on one host.
-        own = replace(own, order=("pipeline", "data", "tensor"))
-        for pipeline, tensor in _meshes(job, layers):
+            mesh = (1, 1, job.ranks)
+            yield none | {"precision": precision, "strategy": strategy, "mesh": mesh}
+        for (pipeline, tensor), again in product(_meshes(job, layers), (None, RECOMPUTATION)):
             mesh = (pipeline, tensor, job.ranks // (pipeline * tensor))
             strategies = DATA_STRATEGIES if mesh[2] > 1 else ("ddp",)
-            for again in (None, RECOMPUTATION):
-                for strategy in strategies:
-                    for count in _MICRO_BATCHES:
-                        if pipeline * tensor * count == 1 and again is None:
-                            continue  # the strategy itself, above
-                        for schedule in _SCHEDULES if pipeline > 1 else (None,):
-                            yield replace(
-                                own,
-                                strategy="hybrid",
-                                mesh=mesh,
-                                data_parallel_strategy=strategy,
-                                micro_batch_count=count,
-                                schedule=schedule,
-                                checkpoint_config=again,
-                            )
+            for strategy, count in product(strategies, _MICRO_BATCHES):
+                if pipeline * tensor * count == 1 and again is None:
+                    continue  # the strategy itself, above
+                schedules: tuple[str | None, ...] = _SCHEDULES
+                if pipeline == 1:
+                    schedules = ("1f1b",) if count > 1 else (None,)
+                for schedule in schedules:
+                    yield {
+                        "precision": precision,
+                        "strategy": "hybrid",
+                        "mesh": mesh,
+                        "data_parallel_strategy": strategy,
+                        "micro_batch_count": count,
+                        "schedule": schedule,
+                        "checkpoint_config": again,
+                    }
 
 
 def _meshes(job: Job, layers: int) -> Iterator[tuple[int, int]]:

@@ -106,14 +106,8 @@ class MemoryRow:
 
     @property
     def name(self) -> str:
-        """The strategy, and the mesh if it is one: pipeline x tensor x data."""
-        job = self.job
-        if job.strategy != DistributedStrategy.HYBRID:
-            return job.strategy
-        if job.sizes[:2] == (1, 1):
-            return job.data_parallel_strategy
-        mesh = "x".join(map(str, job.sizes))
-        return f"{mesh} {job.data_parallel_strategy}" if job.sizes[2] > 1 else mesh
+        """What a table calls the run."""
+        return self.job.name
 
 
 def memory_of(model: Any, job: Job) -> MemoryRow:
@@ -194,15 +188,6 @@ def mesh_options_of(job: Job) -> MeshOptions:
     given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
     given |= {"partition_strategy": None, "order": job.order}
     return MeshOptions(**checked_mesh_options(given))
-
-
-def parameter_count(model: Any) -> int:
-    """Return the number of parameters of any model that can be planned."""
-    if isinstance(model, ILayeredModel):
-        return int(model.parameter_table.length)
-    if isinstance(model, IPlaceableModel):
-        return sum(entry.size for entry in model.parameter_entries)
-    return int(model.get_parameters().size)
 
 
 def _is_mesh(job: Job) -> bool:

@@ -7,26 +7,23 @@ step of these times; plain training is the schedule of one stage.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpishard.contracts import ILayeredModel, LayerInfo
-from mpishard.distributed import DistributedStrategy
 from mpishard.models import (
     DATA_POLICIES,
     LocalLayers,
     MeshChoices,
     Policy,
     StageLayout,
-    checked_mesh_options,
     mesh_choices,
     whole_layers,
 )
 from mpishard.pipeline import (
-    GPipeSchedule,
-    IPipelineSchedule,
     StageTimes,
     most_saved,
     run_clock,
@@ -36,6 +33,8 @@ from mpishard.planning.costs import LayerWork, works_of
 from mpishard.planning.jobs import Job, UnplannableError, planned_model
 from mpishard.planning.machine import Link, Machine
 from mpishard.planning.rank_memory import check_heads, mesh_options_of
+
+_T = TypeVar("_T")
 
 PARTS = ("computing", "messages", "bubble", "waiting", "update")
 """Parts of a step, in the order of tables and pictures."""
@@ -88,16 +87,7 @@ class StepPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
         return {
-            "strategy": self.job.strategy,
-            "ranks": self.job.ranks,
-            "hosts": self.job.hosts,
-            "mesh": list(self.job.sizes),
-            "data_parallel_strategy": data_strategy(self.job),
-            "schedule": schedule_of(self.job).name if self.job.sizes[0] > 1 else None,
-            "micro_batch_count": self.job.micro_batch_count,
-            "precision": self.job.precision,
-            "recomputes": self.job.checkpoint_config is not None,
-            "order": list(self.job.order),
+            **self.job.as_dict(),
             "seconds": self.seconds,
             **{part: getattr(self, part) for part in PARTS},
             "samples_per_second": self.samples_per_second,
@@ -106,7 +96,12 @@ class StepPlan:
         }
 
 
-def plan_step(model: Callable[..., Any] | object, job: Job, machine: Machine) -> StepPlan:
+def plan_step(
+    model: Callable[..., Any] | object,
+    job: Job,
+    machine: Machine,
+    known: dict[Hashable, Any] | None = None,
+) -> StepPlan:
     """Plan the time of a step. Nothing of the model is allocated.
 
     Parameters
@@ -117,6 +112,8 @@ def plan_step(model: Callable[..., Any] | object, job: Job, machine: Machine) ->
         The run.
     machine : Machine
         Speeds of each host, and of the network.
+    known : dict, optional
+        What was found for other jobs of this model, ranks and machine; calls add to it.
 
     Raises
     ------
@@ -143,21 +140,7 @@ def plan_step(model: Callable[..., Any] | object, job: Job, machine: Machine) ->
             "whose products are known: time it with `mpishard.observe.time_chain`, or plan its "
             "memory"
         )
-    return _Planner(model, job.with_options(), machine).plan()
-
-
-def data_strategy(job: Job) -> str:
-    """Return the strategy of the data axis."""
-    if job.strategy in (DistributedStrategy.TENSOR_PARALLEL, DistributedStrategy.PIPELINE_PARALLEL):
-        return "ddp"
-    is_mesh = job.strategy == DistributedStrategy.HYBRID
-    return job.data_parallel_strategy if is_mesh else job.strategy
-
-
-def schedule_of(job: Job) -> IPipelineSchedule:
-    """Return the schedule that the job names, or that of a mesh model without one."""
-    found = checked_mesh_options({"schedule": job.schedule})["schedule"]
-    return found if isinstance(found, IPipelineSchedule) else GPipeSchedule()
+    return _Planner(model, job.with_options(), machine, {} if known is None else known).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,33 +234,31 @@ class _Stage:
 class _Planner:
     """The model on one rank of each stage, timed by a machine."""
 
-    def __init__(self, model: ILayeredModel, job: Job, machine: Machine) -> None:
+    def __init__(
+        self, model: ILayeredModel, job: Job, machine: Machine, known: dict[Hashable, Any]
+    ) -> None:
+        self._known = known
         self._model, self._job, self._machine = model, job, machine
         self._mixed = job.precision is not None
         self._precision = job.precision or str(model.dtype)
         itemsize = model.dtype.itemsize
         self._gradient_bytes = itemsize
         self._parameter_bytes = self._activation_bytes = 2 if self._mixed else itemsize
-        data, count = job.sizes[2], job.micro_batch_count
-        if job.samples < data * count:
-            raise UnplannableError(
-                f"a batch of {job.samples} is too small for a data axis of {data} and {count} "
-                f"micro-batches of a rank: give at least {data * count} samples"
-            )
-        self._samples = -(-job.samples_of_rank // job.micro_batch_count)
+        count = job.micro_batch_count
+        self._samples = -(-job.samples_of_rank // count)
         self._is_mesh = job.strategy not in DATA_POLICIES
         # The groups of the first rank, as the mesh places them; all others are like these.
         mesh, per_host = self._mesh(0), job.ranks_per_host
         self._data, self._tensor = (_Group(g.nodes, per_host) for g in (mesh.data, mesh.tensor))
         self._pipeline_hosts = mesh.pipeline.nodes
-        self._schedule = schedule_of(job)
+        self._schedule = job.used_schedule
         self._unknown: dict[str, None] = {}
-        self._policy: Policy = DATA_POLICIES[data_strategy(job)]
+        self._policy: Policy = DATA_POLICIES[job.axis_strategy]
         # The part of a rank's micro-batches that add to a gradient which another one has written.
         self._adding = 0.0 if self._policy.shards_gradients else 1 - 1 / count
 
     def plan(self) -> StepPlan:
-        stages = self._stages()
+        stages = self._once(self._kind_of_stages(), self._stages)
         job, machine = self._job, self._machine
         at_once = self._policy.shards_gradients
         passes = [self._pass(stage, reduces=at_once) for stage in stages]
@@ -335,7 +316,11 @@ class _Planner:
         firsts = [self._mesh(0).rank_of(rank, 0, 0) for rank in range(job.sizes[0])]
         for rank in range(job.sizes[0]):
             mesh = self._mesh(firsts[rank])
-            layout = StageLayout(model, replace(choices, mesh=mesh), minimum)
+            placed = tuple(choices.stages_of(each) for each in range(job.sizes[0]))
+            layout = self._once(
+                (*self._place, rank, choices.stages, placed, job.sequence_parallel, minimum),
+                functools.partial(StageLayout, model, replace(choices, mesh=mesh), minimum),
+            )
             for virtual, number in enumerate(choices.stages_of(rank)):
                 layouts[number] = rank, virtual, layout
         for number in sorted(layouts):
@@ -357,7 +342,37 @@ class _Planner:
     def _mesh(self, rank: int) -> PlannedMesh:
         job = self._job
         hosts = [each // job.ranks_per_host for each in range(job.ranks)]
-        return PlannedMesh(PlannedBackend(rank, hosts), *job.sizes, order=job.order)
+        return self._once(
+            (*self._place, rank),
+            lambda: PlannedMesh(PlannedBackend(rank, hosts), *job.sizes, order=job.order),
+        )
+
+    @property
+    def _place(self) -> tuple[Hashable, ...]:
+        """What decides the groups of a rank."""
+        return self._job.sizes, self._job.order
+
+    def _kind_of_stages(self) -> Hashable:
+        """Return what decides the times of the stages: rarely the strategy or the schedule."""
+        job, schedule = self._job, self._schedule
+        own = job.checkpoint_config is not None or schedule.virtual_stages_per_rank > 1
+        return (
+            *self._place,
+            self._precision,
+            self._samples,
+            job.micro_batch_count,
+            job.checkpoint_config is None,
+            schedule.name if own else None,
+            self._policy.shards_gradients,
+            job.sequence_parallel,
+        )
+
+    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what another job's planner made for this key, or make it."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: _T = self._known[key]
+        return found
 
     def _choices(self) -> MeshChoices:
         """Return the layers of each stage, as the run has them."""

@@ -55,26 +55,34 @@ def test_step_as_a_table_a_picture_and_json(folder):
     assert (folder / "bars.png").stat().st_size > 1000
     assert all(len(line) <= 80 for line in ended.stdout.splitlines())
     ended = plan("step", *options, "--json")
-    steps = json.loads(ended.stdout)["steps"]
-    assert [step["strategy"] for step in steps] == ["ddp", "zero1", "zero2", "fsdp"] + 3 * [
-        "hybrid"
+    steps = json.loads(ended.stdout)["rows"]
+    # Micro-batches of a strategy are those of a mesh with a data axis alone.
+    assert [step["name"] for step in steps[6:]] == [
+        "fsdp 1f1b m4",
+        "fsdp zb-h1 m4",
+        "2x1x2 zero1 1f1b m4",
+        "2x1x2 zero1 zb-h1 m4",
+        "1x2x2 zero1 1f1b m4",
+        "1x2x2 zero1 zb-h1 m4",
     ]
-    assert [step["schedule"] for step in steps[4:]] == ["1F1B", "ZB-H1", None]
+    memory = json.loads(plan("memory", *options, "--json").stdout)["rows"]
+    assert [row["name"] for row in memory] == [step["name"] for step in steps]
+    assert {row["samples"] for row in (*memory, *steps)} == {16}
     for step in steps:
         assert step["seconds"] == pytest.approx(sum(step[part] for part in PARTS))
         assert step["samples_per_second"] == pytest.approx(16 / step["seconds"])
 
 
 def test_rows_of_a_table_have_one_batch_and_the_given_order(folder):
-    order = ["pipeline", "data", "tensor"]
+    order = ["pipeline", "tensor", "data"]
     options = ("-n", 4, "--mesh", "1x2x2", "--order", ",".join(order), "--recompute")
     ended = plan("step", "models.py:gpt", *options, "--json")
-    *plain, mesh = json.loads(ended.stdout)["steps"]
+    *plain, mesh = json.loads(ended.stdout)["rows"]
     # 8 samples for each rank, and not only for the two data ranks of the mesh.
     assert mesh["samples_per_second"] == pytest.approx(32 / mesh["seconds"])
     assert mesh["order"] == order
     assert mesh["recomputes"]
-    assert not plain[0]["recomputes"]
+    assert plain[0]["recomputes"]
     # A long name is folded, and the figures beside it are not.
     options = ("-n", 4, "--mesh", "2x1x2", "-m", 4, "--schedule", "interleaved", "--recompute")
     shown = plan("step", "models.py:gpt", *options).stdout.splitlines()
@@ -91,7 +99,7 @@ def test_a_layer_with_unknown_products_is_named(folder):
 def test_mesh_says_what_it_rejected(folder):
     ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4, "--json")
     assert ended.exit_code == 0, ended.output
-    found = json.loads(ended.stdout)["candidates"]
+    found = json.loads(ended.stdout)["rows"]
     assert found[0]["is_chosen"]
     ended = plan("mesh", "models.py:gpt", "-n", 2, "--batch", 4)
     assert 'As a run: as_distributed(model, config, "' in ended.stdout
@@ -99,6 +107,11 @@ def test_mesh_says_what_it_rejected(folder):
     assert ended.exit_code == 1
     assert "more" in ended.stdout
     assert "Nothing fits" in ended.stdout
+    rejected = [line.split() for line in ended.stdout.splitlines() if line.endswith(" more")]
+    needed = [float(words[-3]) for words in rejected]
+    assert len(needed) > 5
+    assert needed == sorted(needed)  # the nearest first; all are in KiB
+    assert "recompute does not fit on up to 1 host" in ended.stdout
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from mpishard.models.programs.mesh_program import StageRun
 from mpishard.observe import MemoryCategory
 from mpishard.optimizers import SGD, AdamW
 from mpishard.pipeline import ActivationCheckpointConfig
-from mpishard.planning import Job, UnplannableError, memory_of, plan_memory
-from mpishard.planning.memory import data_job
+from mpishard.planning import RECOMPUTATION, Job, UnplannableError, jobs_of, memory_of, plan_memory
+from mpishard.planning.mesh import _shortened
 
 
 def mlp() -> Any:
@@ -175,8 +175,9 @@ def test_zero_paper_figure_1(strategy: str, expected: float) -> None:
 def test_recomputation_saves_activations_and_is_a_mesh_of_data_ranks() -> None:
     config = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
     kept, again = (
-        memory_of(gpt(8), data_job("zero1", 2, 1, choices)).rank
-        for choices in ({}, {"checkpoint_config": config})
+        memory_of(gpt(8), job).rank
+        for again in (None, config)
+        for job in jobs_of(2, strategies=["zero1"], checkpoint_config=again)
     )
     assert again.activations is not None
     assert kept.activations is not None
@@ -196,13 +197,17 @@ def holding() -> Any:
         (holding, {}, "this MLP has allocated its .* parameters; expected a model that has shapes"),
         (lambda: 3, {}, "returned a int, which is no model; expected a model"),
         (lambda a, b: a, {}, "no argument or a seed, and this one needs a, b"),
+        (type(function()), {}, "no argument or a seed, and this one needs"),
+        (gpt, {"order": ("data",)}, "order must name pipeline, tensor"),
+        (gpt, {"micro_batch_counts": [9]}, "a batch of 32 is too small for a data axis of 4 and 9"),
+        (lambda: 1 / 0, {}, "the factory raised ZeroDivisionError: division by zero"),
         (3, {}, "expected a model, or a factory that returns one, got a int"),
         (gpt, {"hosts": 3}, "4 ranks on 3 hosts"),
         (gpt, {"meshes": [(3, 1, 1)]}, r"pipeline 3 x tensor 1 x data 1 = 3, and the world has 4"),
         (gpt, {"ranks": 8, "meshes": [(1, 8, 1)]}, "8 ranks does not divide the 4 heads of block0"),
         (function, {"meshes": [(2, 1, 2)]}, "is a black box, which a mesh does not divide"),
         (gpt, {"strategies": ["pipeline"]}, "must be of ddp, zero1, zero2, fsdp, got 'pipeline'"),
-        (function, {"precision": "bfloat16"}, "computes in a dtype of its own"),
+        (function, {"precisions": ["bfloat16"]}, "computes in a dtype of its own"),
     ],
 )
 def test_refuses_what_cannot_be_planned(factory: Any, choices: Any, message: str) -> None:
@@ -222,14 +227,42 @@ def test_a_system_that_does_not_reserve_addresses(monkeypatch: pytest.MonkeyPatc
 def test_advice_says_what_fits() -> None:
     least = memory_of(gpt(8), Job(2, strategy="fsdp", batch_size=64)).host.total
     fits = plan_memory(gpt(8), 2, meshes=[], batch_size=64, host_memory=least)
-    assert fits.advice == (f"{least / 2**30:.3g} GiB per host suffice for zero2, fsdp.",)
+    assert fits.advice == (f"{least / 2**20:.3g} MiB per host suffice for zero2, fsdp.",)
     tight = plan_memory(gpt(8), 2, meshes=[], batch_size=64, host_memory=least // 2)
     first, *changes = tight.advice
     assert "Nothing fits" in first
     assert "Missing per host: ddp" in first
     assert any(line.startswith("fsdp fits on 4 hosts (8 ranks): ") for line in changes)
-    again = next(line for line in changes if "with recomputation" in line)
+    again = next(line for line in changes if "recompute" in line)
     assert "which costs 26% more computing, fits on 1 host (2 ranks)" in again
+    # A micro-batch has a sample at least.
+    few = plan_memory(
+        gpt(8), 2, meshes=[], batch_size=64, micro_batch_counts=[4], host_memory=least // 9
+    )
+    assert "with 8 samples a step" in few.advice[-1]
+
+
+def test_tensor_groups_stay_on_a_host_and_all_rows_have_one_batch() -> None:
+    plan = plan_memory(gpt(), 8, 2, meshes=[(1, 2, 4)])
+    assert {row.job.samples for row in plan.rows} == {64}
+    assert plan.rows[-1].job.options["order"] == ("pipeline", "data", "tensor")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 1), (4, 1, 1)])
+@pytest.mark.parametrize("again", [None, RECOMPUTATION])
+def test_a_mesh_is_planned_with_fewer_micro_batches(mesh: Any, schedule: str, again: Any) -> None:
+    job = Job(
+        mesh[0] * mesh[2],
+        strategy="hybrid",
+        mesh=mesh,
+        micro_batch_count=16,
+        batch_size=64,
+        schedule=schedule,
+        checkpoint_config=again,
+    )
+    assert _shortened(job).micro_batch_count < 16
+    assert memory_of(gpt(8), _shortened(job)).host == memory_of(gpt(8), job).host
 
 
 def test_views(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

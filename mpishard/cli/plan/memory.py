@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
 
 import typer
 
 from mpishard.base import available_memory
-from mpishard.cli.factories import load_factory
 from mpishard.cli.plan.options import (
-    RETURNS,
     USUAL_ORDER,
+    Batch,
+    DataStrategy,
     HostMemory,
     Hosts,
     Json,
     Meshes,
+    MicroBatches,
     Order,
+    Precisions,
     Ranks,
+    Recompute,
+    Rule,
+    Schedules,
+    SequenceParallel,
+    Strategies,
     Target,
-    sizes_of_mesh,
+    choices_of,
+    factory_of,
 )
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import choice, parse_bytes, refusing
-from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
-from mpishard.pipeline import SCHEDULE_NAMES
-from mpishard.planning import DATA_STRATEGIES, RECOMPUTATION, MemoryPlan, plan_memory
+from mpishard.cli.wording import parse_bytes, refusing
+from mpishard.planning import MemoryPlan, plan_memory
 
-_RULES: dict[str, Optimizer] = {
-    "adamw": AdamW(),
-    "adam": Adam(),
-    "sgd": SGD(),
-    "momentum": SGD(momentum=0.9),
-    "adagrad": Adagrad(),
-    "rmsprop": RMSprop(),
-    "lion": Lion(),
-    "lamb": LAMB(),
-}
 _HEADS = ("", "param.", "grad.", "state", "units", "activ.", "buffers", "rank", "host")
 
 
@@ -44,31 +39,17 @@ def memory(
     target: Target,
     ranks: Ranks,
     hosts: Hosts = 1,
+    strategy: Strategies = None,
     mesh: Meshes = None,
     order: Order = USUAL_ORDER,
-    data_strategy: Annotated[
-        str, choice("plan", DATA_STRATEGIES, "Data axis of a mesh: {}.")
-    ] = "zero1",
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples of a step, of all ranks; default 8 per data rank."),
-    ] = None,
-    micro_batches: Annotated[
-        int, typer.Option("-m", "--micro-batches", min=1, help="Micro-batches of a rank.")
-    ] = 1,
-    schedule: Annotated[
-        str, choice("plan", SCHEDULE_NAMES, "Schedule of a pipeline: {}.")
-    ] = "gpipe",
-    precision: Annotated[
-        Literal["bfloat16"] | None, typer.Option(help="Mixed precision.", show_default=False)
-    ] = None,
-    optimizer: Annotated[str, choice("plan", _RULES, "Update rule: {}.")] = "adamw",
-    recompute: Annotated[
-        bool, typer.Option(help="Compute activations again, in segments of sqrt(layers) layers.")
-    ] = False,
-    sequence_parallel: Annotated[
-        bool, typer.Option(help="Divide norms and dropout over the tensor axis, too.")
-    ] = False,
+    data_strategy: DataStrategy = "zero1",
+    batch: Batch = None,
+    micro_batches: MicroBatches = None,
+    schedule: Schedules = None,
+    precision: Precisions = None,
+    optimizer: Rule = "adamw",
+    recompute: Recompute = False,
+    sequence_parallel: SequenceParallel = False,
     host_memory: HostMemory = None,
     as_json: Json = False,
 ) -> None:
@@ -80,21 +61,20 @@ def memory(
     """
     with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         limit = available_memory()[0] if host_memory is None else parse_bytes(host_memory)
-        plan = plan_memory(
-            load_factory(target, RETURNS),
-            ranks,
-            hosts,
-            meshes=None if mesh is None else [sizes_of_mesh(text) for text in mesh],
-            host_memory=limit,
-            data_parallel_strategy=data_strategy,
-            batch_size=batch,
-            micro_batch_count=micro_batches,
-            schedule=schedule,
-            precision=precision,
-            optimizer=_RULES[optimizer],
-            checkpoint_config=RECOMPUTATION if recompute else None,
+        choices = choices_of(
+            mesh,
+            micro_batches,
+            schedule,
+            precision,
+            data_strategy,
+            order,
+            batch,
+            optimizer,
+            recompute=recompute,
             sequence_parallel=sequence_parallel,
-            order=tuple(order.split(",")),
+        )
+        plan = plan_memory(
+            factory_of(target), ranks, hosts, strategies=strategy, host_memory=limit, **choices
         )
     if as_json:
         typer.echo(json.dumps(plan.as_dict(), indent=1))
@@ -103,12 +83,15 @@ def memory(
 
 
 def _show(plan: MemoryPlan) -> None:
-    table = figures_table(plan.title, _HEADS, ("",), gap=1)
+    table = figures_table("", _HEADS, ("",), gap=1)
+    table.columns[0].no_wrap = False
+    table.columns[0].max_width = 20  # a long name is folded, and not the figures beside it
     for cells in plan.cells():
-        table.add_row(*(cell.removesuffix(" GiB") for cell in cells))
+        table.add_row(*cells)
     table.caption = (
-        "GiB of the rank that needs most, and of the host. units: gathered parameters and "
+        f"{plan.unit} of the rank that needs most, and of the host. units: gathered parameters and "
         "gradients of units in use; activ.: activations. A process without a model is not counted."
     )
+    typer.echo(plan.title)
     show(table)
     typer.echo("\n".join(plan.advice))

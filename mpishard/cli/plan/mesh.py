@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from mpishard.cli.factories import load_factory
 from mpishard.cli.plan.options import (
-    RETURNS,
+    RULES,
+    Batch,
     HostMemory,
     Hosts,
     Json,
     MachineFile,
+    Precisions,
     Ranks,
+    Rule,
+    SequenceParallel,
     Target,
+    factory_of,
+    precisions_of,
 )
-from mpishard.cli.plan.step import Batch, name_of
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import bytes_text, choice, counted, milliseconds, parse_bytes, refusing
-from mpishard.planning import Job, Machine, MeshPlan, plan_mesh, planned_model
+from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes, refusing
+from mpishard.planning import (
+    Candidate,
+    Job,
+    Machine,
+    MeshPlan,
+    identity_of,
+    plan_mesh,
+    planned_model,
+    title_of,
+)
 
 _SHOWN = 12  # rows after the chosen one tell little
 
@@ -34,10 +46,9 @@ def mesh(
     machine: MachineFile = Path("machine.json"),
     host_memory: HostMemory = None,
     batch: Batch = None,
-    precision: Annotated[
-        list[str] | None,
-        choice("plan", ("float32", "bfloat16"), "One of {}; may be repeated. Default: float32."),
-    ] = None,
+    precision: Precisions = None,
+    optimizer: Rule = "adamw",
+    sequence_parallel: SequenceParallel = False,
     as_json: Json = False,
 ) -> None:
     """Propose mesh, strategy, schedule, micro-batches and recomputation for FACTORY's model.
@@ -49,31 +60,50 @@ def mesh(
         limit = speeds.memory_bytes if host_memory is None else parse_bytes(host_memory)
         if limit is None:
             raise ValueError(f'{machine} has no "memory_bytes": give --host-memory, such as 64GiB')
-        model = planned_model(load_factory(target, RETURNS))
-        job = Job(ranks, hosts, batch_size=batch)
-        kinds = [None if name == "float32" else name for name in precision or ["float32"]]
-        found = plan_mesh(model, job, speeds, limit, precisions=kinds)
+        job = Job(
+            ranks,
+            hosts,
+            batch_size=batch,
+            optimizer=RULES[optimizer],
+            sequence_parallel=sequence_parallel,
+        )
+        model = planned_model(factory_of(target))
+        found = plan_mesh(model, job, speeds, limit, precisions=precisions_of(precision))
+        names = identity_of(model)
     if as_json:
-        rows = [
-            {
-                **each.step.as_dict(),
-                "host_bytes": each.host_bytes,
-                "missing_bytes": each.missing,
-                "is_chosen": each is found.chosen,
-            }
-            for each in found.candidates
-        ]
-        refused = [{"mesh": mesh, "reason": reason} for mesh, reason in found.refused]
-        document = {"machine": speeds.name, "host_memory": limit, "refused": refused}
-        typer.echo(json.dumps(document | {"candidates": rows}, indent=1))
+        document = {"model": names[0], "parameter_count": names[1], "machine": speeds.name}
+        typer.echo(json.dumps({**document, "host_memory": limit, **_as_dict(found)}, indent=1))
     else:
-        show(_table(found, job, limit))
+        ways = counted(len(found.candidates), "way")
+        typer.echo(
+            f"{title_of(*names, job)}\n{bytes_text(limit)} of memory per host; {ways} to train"
+        )
+        show(_table(found))
+        reasons: dict[str, list[str]] = {}
         for sizes, reason in found.refused:
-            typer.echo(f"{sizes} is not possible: {reason}")
+            reasons.setdefault(reason, []).append(sizes)
+        for reason, meshes in reasons.items():
+            typer.echo(f"Not possible: {', '.join(meshes)}: {reason}")
+        for line in found.advice:
+            typer.echo(line)
         if found.chosen is not None:
             typer.echo(f"As a run: {_call(found.chosen.step.job)}")
     if found.chosen is None:
         raise typer.Exit(1)
+
+
+def _as_dict(found: MeshPlan) -> dict[str, object]:
+    rows = [
+        {
+            **each.step.as_dict(),
+            "host_bytes": each.host_bytes,
+            "missing_bytes": each.missing,
+            "is_chosen": each is found.chosen,
+        }
+        for each in found.candidates
+    ]
+    refused = [{"mesh": mesh, "reason": reason} for mesh, reason in found.refused]
+    return {"rows": rows, "refused": refused, "advice": list(found.advice)}
 
 
 def _call(job: Job) -> str:
@@ -87,34 +117,28 @@ def _call(job: Job) -> str:
     return f'as_distributed(model, config, "{job.strategy}"{words})'
 
 
-def _table(found: MeshPlan, job: Job, limit: int) -> Table:
-    title = (
-        f"{counted(job.ranks, 'rank')} on {counted(job.hosts, 'host')}, {bytes_text(limit)} of "
-        f"memory each; {counted(len(found.candidates), 'way')} to train"
-    )
-    table = figures_table(title, ("strategy", "step", "host", ""), ("strategy", ""))
+def _table(found: MeshPlan) -> Table:
+    table = figures_table("", ("strategy", "step", "host", ""), ("strategy", ""))
     table.columns[0].no_wrap = False  # a long name is folded, and not the figures beside it
     chosen = found.chosen
-    best = 0 if chosen is None else found.candidates.index(chosen)
+    if chosen is None:
+        for each in found.nearest[:_SHOWN]:
+            _add_row(table, each, f"needs {bytes_text(each.missing)} more")
+        table.caption = "Nothing fits. The nearest to fitting are shown."
+        return table
+    best = found.candidates.index(chosen)
     # The rejected ones that would be faster, the choice, and a few that are slower.
     first = max(0, best - _SHOWN)
     for each in found.candidates[first : best + _SHOWN // 2]:
+        words = f"slower by {each.step.seconds / chosen.step.seconds - 1:.1%}"
         if each.missing:
             words = f"needs {bytes_text(each.missing)} more"
-        elif each is chosen:
-            words = "chosen"
-        else:
-            assert chosen is not None
-            words = f"slower by {each.step.seconds / chosen.step.seconds - 1:.1%}"
-        table.add_row(
-            name_of(each.step.job),
-            milliseconds(each.step.seconds),
-            bytes_text(each.host_bytes),
-            words,
-        )
+        _add_row(table, each, "chosen" if each is chosen else words)
     hidden = f"; {first} faster ones, which do not fit either, are not shown" if first else ""
-    if chosen is None:
-        table.caption = "Nothing fits: `mpishard plan memory` says what would."
-    else:
-        table.caption = f"{name_of(chosen.step.job)} is the fastest that fits{hidden}."
+    table.caption = f"{chosen.step.job.name} is the fastest that fits{hidden}."
     return table
+
+
+def _add_row(table: Table, each: Candidate, words: str) -> None:
+    cells = milliseconds(each.step.seconds), bytes_text(each.host_bytes)
+    table.add_row(each.step.job.name, *cells, words)

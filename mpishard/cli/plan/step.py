@@ -4,48 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from mpishard.cli.factories import load_factory
 from mpishard.cli.outputs import check_png
 from mpishard.cli.plan.options import (
-    RETURNS,
     USUAL_ORDER,
+    Batch,
+    DataStrategy,
     Hosts,
     Json,
     MachineFile,
     Meshes,
+    MicroBatches,
     Order,
+    Precisions,
     Ranks,
+    Recompute,
+    Rule,
+    Schedules,
+    SequenceParallel,
+    Strategies,
     Target,
-    sizes_of_mesh,
+    choices_of,
+    factory_of,
 )
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import choice, counted, milliseconds, refusing, say
+from mpishard.cli.wording import milliseconds, refusing, say
 from mpishard.observe import PALETTE, new_figure, plain_axes, save
-from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.planning import (
     DATA_STRATEGIES,
     PARTS,
-    RECOMPUTATION,
-    Job,
     Machine,
     StepPlan,
+    identity_of,
+    jobs_of,
     plan_step,
     planned_model,
+    title_of,
 )
 
 _HEADS = ("comp.", "mess.", "bubble", "wait", "update")  # of PARTS; 80 columns hold no more
-
-Batch = Annotated[
-    int | None,
-    typer.Option(min=1, help="Samples of a step, of all ranks; default 8 per rank."),
-]
 
 
 def step(
@@ -53,29 +55,17 @@ def step(
     ranks: Ranks,
     hosts: Hosts = 1,
     machine: MachineFile = Path("machine.json"),
-    strategy: Annotated[
-        list[str] | None,
-        choice("plan", DATA_STRATEGIES, "One of {}; may be repeated. Default: all."),
-    ] = None,
+    strategy: Strategies = None,
     mesh: Meshes = None,
     order: Order = USUAL_ORDER,
-    schedule: Annotated[
-        list[str] | None,
-        choice(
-            "plan", SCHEDULE_NAMES, "Of a pipeline: one of {}; may be repeated. Default: gpipe."
-        ),
-    ] = None,
+    data_strategy: DataStrategy = "zero1",
     batch: Batch = None,
-    micro_batches: Annotated[
-        list[int] | None,
-        typer.Option("-m", "--micro-batches", min=1, help="Of meshes; may be repeated."),
-    ] = None,
-    precision: Annotated[
-        str, choice("plan", ("float32", "bfloat16"), "float32 stands for the model's dtype.")
-    ] = "float32",
-    recompute: Annotated[
-        bool, typer.Option(help="Meshes compute activations again, in segments of sqrt(layers).")
-    ] = False,
+    micro_batches: MicroBatches = None,
+    schedule: Schedules = None,
+    precision: Precisions = None,
+    optimizer: Rule = "adamw",
+    recompute: Recompute = False,
+    sequence_parallel: SequenceParallel = False,
     output: Annotated[Path | None, typer.Option(help="Draw bars to this file, a .png.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -83,41 +73,34 @@ def step(
     check_png("plan", "--output", output)
     with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         speeds = Machine.load(machine)
-        model = planned_model(load_factory(target, RETURNS))
-        job = Job(
-            ranks,
-            hosts,
-            # One batch for all rows, because a mesh with fewer data ranks would do less work.
-            batch_size=batch or 8 * ranks,
-            precision=None if precision == "float32" else precision,
-            order=tuple(order.split(",")),
+        choices = choices_of(
+            mesh or [],
+            micro_batches,
+            schedule,
+            precision,
+            data_strategy,
+            order,
+            batch,
+            optimizer,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
         )
-        jobs = [replace(job, strategy=name) for name in strategy or DATA_STRATEGIES]
-        meshes = [sizes_of_mesh(text) for text in mesh or ()]
-        on_mesh = [
-            replace(
-                job,
-                strategy="hybrid",
-                mesh=sizes,
-                micro_batch_count=count,
-                schedule=name,
-                checkpoint_config=RECOMPUTATION if recompute else None,
-            )
-            for sizes in meshes
-            for count in micro_batches or [1]
-            for name in (schedule or ["gpipe"] if sizes[0] > 1 else [None])
-        ]
-        plans = [plan_step(model, each, speeds) for each in (*jobs, *on_mesh)]
+        jobs = jobs_of(ranks, hosts, strategies=strategy or DATA_STRATEGIES, **choices)
+        model = planned_model(factory_of(target))
+        plans = [plan_step(model, job, speeds) for job in jobs]
+        names = identity_of(model)
     for name in dict.fromkeys(name for plan in plans for name in plan.unknown_layers):
         say("plan", f"the products of {name} are not known, which counts as passes over its arrays")
     if output is not None:
         draw(output, plans, target)
         say("plan", f"wrote {output}")
     if as_json:
-        rows = {"machine": speeds.name, "steps": [plan.as_dict() for plan in plans]}
-        typer.echo(json.dumps(rows, indent=1))
+        document = {"model": names[0], "parameter_count": names[1], "machine": speeds.name}
+        rows = [plan.as_dict() for plan in plans]
+        typer.echo(json.dumps(document | {"rows": rows}, indent=1))
     else:
-        show(table(plans, target, speeds, tokens_of(model)))
+        typer.echo(f"{title_of(*names, plans[0].job)}\n{speeds.name}")
+        show(table(plans, tokens_of(model)))
 
 
 def tokens_of(model: Any) -> int:
@@ -127,37 +110,16 @@ def tokens_of(model: Any) -> int:
     return int(first.input_shape[0]) if takes and first.input_shape else 1
 
 
-def name_of(job: Job) -> str:
-    """Return a job's strategy and mesh, as one word or a few."""
-    if job.strategy != "hybrid":
-        return job.strategy
-    words = "x".join(map(str, job.sizes))
-    if job.sizes[0] > 1:
-        words += f" {job.schedule}"
-    if job.micro_batch_count > 1:
-        words += f" m{job.micro_batch_count}"
-    if job.sizes[2] > 1:
-        words += f" {job.data_parallel_strategy}"
-    if job.checkpoint_config is not None:
-        words += " recompute"
-    return words if job.precision is None else f"{words} {job.precision}"
-
-
-def table(plans: Sequence[StepPlan], target: str, machine: Machine, tokens: int) -> Table:
+def table(plans: Sequence[StepPlan], tokens: int) -> Table:
     """Return the plans as a table."""
-    job = plans[0].job
-    title = (
-        f"{target}, {counted(job.ranks, 'rank')} on {counted(job.hosts, 'host')}, "
-        f"{counted(job.samples, 'sample')} a step\n{machine.name}"
-    )
     columns = ("strategy", "step", *_HEADS, "tokens/s" if tokens > 1 else "samples/s")
-    found = figures_table(title, columns, ("strategy",), gap=1)
+    found = figures_table("", columns, ("strategy",), gap=1)
     found.columns[0].no_wrap = False  # a long name is folded, and not the figures beside it
     best = min(plan.seconds for plan in plans)
     for plan in plans:
         mark = " *" if plan.seconds == best else ""
         found.add_row(
-            name_of(plan.job) + mark,
+            plan.job.name + mark,
             milliseconds(plan.seconds),
             *(f"{getattr(plan, part) / plan.seconds:.0%}" for part in PARTS),
             f"{plan.samples_per_second * tokens:,.0f}",
@@ -170,7 +132,7 @@ def draw(path: Path, plans: Sequence[StepPlan], title: str) -> None:
     """Draw each step as a bar of its parts."""
     figure = new_figure("plan step", 7.2, 1.2 + 0.32 * len(plans))
     axes = figure.subplots()
-    names = [name_of(plan.job) for plan in plans]
+    names = [plan.job.name for plan in plans]
     start = [0.0] * len(plans)
     for part, colour in zip(PARTS, PALETTE, strict=False):
         widths = [1e3 * getattr(plan, part) for plan in plans]

@@ -37,7 +37,7 @@ def _flag(help_text: str, minimum: int | None = None) -> object:
 
 def verify(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)],
+    target: Annotated[str, typer.Argument(metavar="FACTORY", help=_TARGET)],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]", help=_ARGUMENTS)
     ] = None,
@@ -59,7 +59,7 @@ def verify(
     tensor_parallel_size: Annotated[int, _flag("For hybrid; default 1.", 1)] = 1,
     data_parallel_size: Annotated[int, _flag("For hybrid; default N over the other two.")] = -1,
 ) -> None:
-    """Compare sharded training of TARGET's model with training it in one process.
+    """Compare sharded training of FACTORY's model with training it in one process.
 
     Trains on N ranks and alone, and compares every rank's parameters after each step. A script with
     a loop of its own is run on N ranks and on one, up to the last of the steps.
