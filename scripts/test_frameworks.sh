@@ -11,7 +11,7 @@ Makes .venv and, beside it, .venv-frameworks with PyTorch, JAX for the CPU, opta
 Haiku, transformers, accelerate and Lightning (the first time only), and runs the tests that scripts/test.sh skips without them:
 
     memory     pytest: one process, thread-ranks, and spawned jobs
-    mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
+    mpi 2 3 4  the tests that also run on MPI ranks, under mpiexec -n 2, 3 and 4
 
 It downloads about 400 MB if pip finds PyTorch for the CPU. For Linux, PyPI has PyTorch with CUDA, of
 several GB: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the CPU.
@@ -83,7 +83,7 @@ layer "$overlay_python" -m pytest -n 2 --dist worksteal -m 'not mpi' "${files[@]
 # A new root for temporary folders, as in test.sh.
 folders="$(mktemp -d)"
 trap 'rm -rf -- "$folders"' EXIT
-for size in 2 3; do
+for size in 2 3 4; do
     PYTEST_DEBUG_TEMPROOT="$(mktemp -d -p "$folders")" \
         layer "$venv/bin/mpiexec" -n "$size" "$overlay_python" -m pytest --with-mpi -m mpi \
         -p no:cacheprovider -o timeout_method=thread "${files[@]}" "$@" </dev/null

@@ -15,7 +15,6 @@ from mpishard.base import (
     as_flag,
     as_integer,
     check_path,
-    nearest,
     require_attribute,
     require_type,
 )
@@ -34,12 +33,6 @@ from mpishard.training.run_state import Stateful, check_user_state
 _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "bool": as_flag, "bool | None": as_flag, "int": as_count, "int | None": as_count,
     "float": as_amount,
-}  # fmt: skip
-
-# Words of other tools -> the field.
-_MEANT = {
-    "x": "x_train", "y": "y_train", "early_stopping": "patience",
-    "save_every": "checkpoint_every", "eval_every": "validate_every",
 }  # fmt: skip
 
 _PURPOSES = {"x_train": "train", "x_validation": "validate", "x_test": "test"}
@@ -170,21 +163,6 @@ class OptimizationInputData:
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
     callbacks: Sequence[object] = ()
-
-    def __new__(cls, **given: object) -> Self:
-        """Make the input; refuse a field that there is not, and name the one that is meant.
-
-        Raises
-        ------
-        TypeError
-            For an unknown field.
-        """
-        # Python's own error, from __init__, would not name the field that is meant.
-        known = [field.name for field in fields(cls)]
-        for name in (each for each in given if each not in known):
-            hint = f"; did you mean {_MEANT[name]}?" if name in _MEANT else nearest(name, known)
-            raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
-        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
         # A misspelled argument would otherwise be set, and have no effect.

@@ -237,10 +237,6 @@ def test_mistakes_with_callbacks_are_refused(backend):
             train(backend, wrong)
     with pytest.raises(TypeError, match="callbacks must be a list, got Spy"):
         ms.OptimizationInputData(model=1, x_train=X, y_train=Y, callbacks=Spy()).checked()
-    with pytest.raises(
-        TypeError, match=r"has no field 'save_every'; did you mean checkpoint_every\?"
-    ):
-        ms.OptimizationInputData(model=1, x_train=X, save_every=5)
     with pytest.raises(ValueError, match="needs checkpoint") as error:
         train(backend, Spy("on_step", 1, lambda run: run.save()))
     assert "in on_step of the callback Spy on rank 0" in error.value.__notes__[0]
