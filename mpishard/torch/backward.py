@@ -140,6 +140,10 @@ class BackwardPasses:
         for place, part in enumerate(self._parts):
             part.require_updated()
             gradient = part.present_gradient()
+            if self._is_reduced and not part.owner.shards_state:
+                # Each rank has the whole sum over ranks, to which this pass adds another one, also
+                # if only some ranks have read the gradient.
+                gradient = part.hand_out()
             self._flags[place] = gradient is not None
             is_of_user = gradient is not None and gradient is not part.stored_gradient
             if is_of_user:
@@ -167,14 +171,11 @@ class BackwardPasses:
         A gradient that is already reduced must count only once in the next sum over ranks.
         """
         gradients = self._gradients
-        if self._is_reduced and isinstance(gradients, ReplicatedGradients):
-            if isinstance(gradients, ScatteredGradients):
-                for piece in self.trained_pieces():
-                    full = gradients.gradient(piece.unit)
-                    full[: piece.start - piece.unit.start] = 0
-                    full[piece.stop - piece.unit.start :] = 0
-            else:
-                gradients.vector[...] *= 1 / self._backend.world_size
+        if self._is_reduced and isinstance(gradients, ScatteredGradients):
+            for piece in self.trained_pieces():
+                full = gradients.gradient(piece.unit)
+                full[: piece.start - piece.unit.start] = 0
+                full[piece.stop - piece.unit.start :] = 0
         self._is_reduced = False
         # A part whose gradient was set to None may still have values of earlier passes.
         for part in [p for p, is_live in zip(self._parts, self._live, strict=True) if not is_live]:

@@ -37,7 +37,7 @@ _ELEMENTWISE = frozenset(
 # What needs no values of other ranks: of the part as it is, and of the whole gradient's form.
 _OF_PART = frozenset(
     [
-        "__hash__", "as_subclass", "data_ptr", "detach_", "get_device", "requires_grad_",
+        "__hash__", "as_subclass", "data_ptr", "get_device", "requires_grad_",
         "untyped_storage",
     ]
 )  # fmt: skip
@@ -157,6 +157,8 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
         first = args[0] if args else None
         if name in ("__get__", "__set__") and isinstance(first, cls):
             return _attribute(function, name, *args)
+        if name == "detach_":
+            return first  # It has no graph.
         if name in _OF_PART:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
@@ -188,8 +190,10 @@ def checksum(value: object) -> int:
         # After numpy() PyTorch could not free the memory of gathered parameters.
         data = np.from_dlpack(values.view(torch.uint8))
         rows = data[: data.size // _ROW * _ROW].view(np.uint64).reshape(-1, _ROW // 8)
-        # The sum of the rows is computed at the speed of memory, many times that of a checksum.
-        start = zlib.crc32(rows.sum(axis=0).data) if len(rows) else 0
+        # Sums are computed at the speed of memory, many times that of a checksum.
+        start = 0
+        for sums in (rows.sum(axis=0), rows.sum(axis=1)) if len(rows) else ():
+            start = zlib.crc32(sums.data, start)
         return zlib.crc32(data[rows.nbytes :].data, start)
     return zlib.crc32(repr(value).encode())
 
@@ -285,7 +289,8 @@ def _mark(value: Any) -> Any:
         return value._changes[0]
     if isinstance(value, torch.Tensor):
         return checksum(value)
-    return value if isinstance(value, bool | int | float | str) else type(value).__name__
+    is_value = isinstance(value, bool | int | float | complex | str | np.generic)
+    return value if is_value else type(value).__name__
 
 
 class _Whole:
@@ -334,7 +339,9 @@ class _Whole:
             )
         with torch.no_grad():
             own.copy_(real_numbers(self.values)[owned.in_parameter].view(own.shape))
-        self.part._changes[0] = checksum(self.values)
+        # With the earlier changes, because of another rank's part they are in the values, too.
+        mark = f"{self.part._changes[0]} {checksum(self.values)}"
+        self.part._changes[0] = zlib.crc32(mark.encode())
         owned.show_assigned(self.part)
         self.note_versions()
 

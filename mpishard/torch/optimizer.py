@@ -256,10 +256,12 @@ def _before_step(
             f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
             "give every rank the same settings, and ReduceLROnPlateau the same value"
         )
-    if (of_changed != of_changed[0]).any():
+    # A rank may have read a gradient, such as to print its norm, and changed nothing.
+    differ = (of_changed != of_changed[0]).any()
+    if differ and (found := differences(backend, _changed_gradients(made, of_values=True))):
         raise ShardingError(
             "the ranks have changed or assigned gradients differently (checksums by rank, "
-            f"{differences(backend, changed)}), and would train differently. Nothing was updated; "
+            f"{found}), and would train differently. Nothing was updated; "
             "make the same changes on every rank, such as p.grad.mul_("
             "mpishard.torch.mean_over_ranks(factor))"
         )
@@ -271,9 +273,10 @@ def _before_step(
     return None
 
 
-def _changed_gradients(made: torch.optim.Optimizer) -> dict[str, str]:
+def _changed_gradients(made: torch.optim.Optimizer, *, of_values: bool = False) -> dict[str, str]:
     """Return checksums of the gradients, or of their changes, that the user may have changed."""
-    changes = {part: part.change_of_gradient() for part in made._mpishard_parts.values()}
+    parts = made._mpishard_parts.values()
+    changes = {part: part.change_of_gradient(of_values=of_values) for part in parts}
     return {
         f"the gradient of {part.entry.name!r}": str(change)
         for part, change in changes.items()

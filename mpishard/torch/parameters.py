@@ -335,14 +335,17 @@ class OwnedParameter(StoredParameter):
         native_gradient.__set__(self.tensor, values)
         return values
 
-    def change_of_gradient(self) -> int:
-        """Return a checksum of what the user may have changed of the gradient; 0 if nothing."""
+    def change_of_gradient(self, *, of_values: bool = False) -> int:
+        """Return a checksum of what the user may have changed of the gradient; 0 if nothing.
+
+        If this rank has the whole gradient and ``of_values`` is True, it is one of its values.
+        """
         gradient = self.present_gradient()
         if gradient is None or self.owner.backend.world_size == 1:
             return 0
-        if self.gives_parts:
+        if self.owner.shards_state:
             return int(vars(gradient).get("_changes", [0])[0])
-        return 0 if gradient is self.stored_gradient else checksum(gradient)
+        return checksum(gradient) if of_values or gradient is not self.stored_gradient else 0
 
     def note_local(self, gradient: Any, *, is_local: bool) -> None:
         """Let a gradient of the user's refuse its uses while it is not reduced over the ranks."""
@@ -352,6 +355,7 @@ class OwnedParameter(StoredParameter):
                 gradient.__class__ = GradientPart if is_local else torch.Tensor
         elif is_local and type(gradient) is torch.Tensor:
             gradient._reference, gradient._is_local = weakref.ref(self), True
+            gradient._changes = [0]
             gradient.__class__ = GradientPart
 
     def restore_gradient(self) -> None:
@@ -394,9 +398,7 @@ class OwnedParameter(StoredParameter):
                 f"the ranks assign different values to the gradient of {entry.name!r}, of which "
                 "each rank updates a part",
             )  # fmt: skip
-        own = values[self.in_parameter].clone().view(self.tensor.shape)
-        part = GradientPart.of(self, own)
-        part._changes[0] = 0 if owner.shards_state else checksum(values)
+        part = GradientPart.of(self, values[self.in_parameter].clone().view(self.tensor.shape))
         self._assigned = part, value, value._version
         native_gradient.__set__(self.tensor, part)
 
