@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -97,7 +98,9 @@ def test_a_part_of_a_gradient_is_not_used(backend, strategy):
         optimizer.step()
     with pytest.raises(ShardingError, match=r"clip_grad_norm_\(\) needs .* raised"):
         mst.clip_grad_norm_(model, 1.0)
-    with pytest.raises(ShardingError, match=r"raised.* call .*zero_grad\(\)"):
+    # Under ddp gradients of an earlier pass have nothing of the one that raised.
+    refused = pytest.raises(ShardingError, match=r"raised.* call .*zero_grad\(\)")
+    with contextlib.nullcontext() if strategy == "ddp" else refused:
         loss_of(model, x).backward()
     assert nets.difference(model, before) == 0
     optimizer.zero_grad()
