@@ -84,10 +84,11 @@ def test_a_rank_holds_its_shard_and_two_units(backend, path):
     assert abs(held(MemoryCategory.PARAMETERS) - DEPTH * UNIT // 4) <= 8 * DEPTH
     assert abs(held(MemoryCategory.GRADIENTS) - DEPTH * UNIT // 4) <= 8 * DEPTH
     # In this order a step gathers each unit twice, but for the two that backward begins with.
-    sent = backend._sequence
+    own = module_of(model).backend
+    sent = own._sequence
     model(torch.ones(2, SIDE, dtype=torch.float64)).sum().backward()
     gathers, reductions, flags = 2 * DEPTH - 2, DEPTH, 1
-    assert backend._sequence - sent == gathers + reductions + flags
+    assert own._sequence - sent == gathers + reductions + flags
 
 
 @by_path
