@@ -358,6 +358,7 @@ class _Planner:
         own = job.checkpoint_config is not None or schedule.virtual_stages_per_rank > 1
         return (
             *self._place,
+            self._is_mesh,
             self._precision,
             self._samples,
             job.micro_batch_count,

@@ -273,7 +273,7 @@ class MachineBenchmark:
         # All ranks of a host send at once: the rate is the host's.
         sharing = 1 if within else len(groups)
         rate = _MESSAGE / max(long - latency, 1e-9)
-        message = max(0.0, many - latency) / (_MANY * share - 1)
+        message = max(0.0, many - latency) / ((_MANY - 1) * share)
         busy = 0.0 if within else self._processor(backend, groups, rate)
         return Link(latency, sharing * rate, message, busy)
 
