@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mpishard.base import settings
-from mpishard.base.arrays import Array
+from mpishard.base.arrays import Array, address
 from mpishard.base.bfloat16 import BFLOAT16
 from mpishard.base.blas import Processor
 
@@ -271,10 +271,7 @@ class _Product:
     def run(self, stream: ctypes.c_void_p, arrays: list[Array]) -> None:
         """Compute with other arrays of the same layout."""
         for memory, array in zip(self._memories, arrays, strict=True):
-            # The address is the first field of NumPy's array struct. ``array.ctypes.data`` would
-            # take ten times as long.
-            data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
-            self._c.dnnl_memory_set_data_handle(memory, data)
+            self._c.dnnl_memory_set_data_handle(memory, ctypes.c_void_p(address(array)))
         self._check(
             self._c.dnnl_primitive_execute(self._primitive, stream, len(arrays), self._arguments)
         )
