@@ -3,8 +3,9 @@
     mpishard bench machine -n 2
     mpishard run -n 2 benchmarks/plan_mesh.py --machine machine.json --json FILE
 
-Two models, each without a limit of memory and with half of what its fastest way needs. Ways take
-turns, round by round, so that a busy moment is not one way's alone; the least time of each counts.
+Two models, each without a limit of memory and with limits that half, a quarter and a tenth of the
+ways fit. Ways take turns, round by round, so that a busy moment is not one way's alone; the least
+time of each counts.
 """
 
 import argparse
@@ -53,10 +54,9 @@ def main(
         for each, measured, needed in zip(ways, seconds, needs, strict=True):
             row = {"measured": measured, "host_bytes": needed}
             rows.append({"model": name, **each.step.as_dict(), **row})
-        for limit in (1 << 50, needs[0] // 2):
+        ordered = sorted(needs)
+        for limit in (ordered[-1], *(ordered[len(ways) // part] for part in (2, 4, 10))):
             fits = [i for i, needed in enumerate(needs) if needed <= limit]
-            if not fits:
-                continue
             chosen, fastest = fits[0], min(fits, key=lambda i: seconds[i])
             slower = seconds[chosen] / seconds[fastest] - 1
             names = [ways[i].step.job.name for i in (chosen, fastest)]

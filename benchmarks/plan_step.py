@@ -4,9 +4,9 @@
     mpishard run -n 2 benchmarks/plan_step.py --machine machine.json --json FILE
 
 The ways of a model take turns, in rounds of a few steps each, so that other programs slow all of
-them alike; a figure is the median of the steps. If the machine is busy compare the ratios: the last
-column has the plan's ratio to ddp over the measured one. `plan_hosts.py` starts this job on hosts
-made of network namespaces.
+them alike. A figure is the lower quartile of the steps, as in `bench machine`. If the machine is
+busy compare the ratios: the last column has the plan's ratio to ddp over the measured one.
+`plan_hosts.py` starts this job on hosts made of network namespaces.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from mpishard.cli.bench.step import gpt, tokens, training_step
 from mpishard.cli.tables import figures_table
 from mpishard.cli.wording import milliseconds
 from mpishard.nn import Conv2D, CrossEntropy, Flatten, Linear, MaxPool2D, Model, ReLU, Sequential
+from mpishard.observe import Timing
 from mpishard.planning import Job, Machine, StepPlan, plan_step
 
 BASE = "ddp"
@@ -137,7 +137,7 @@ def main(
 def _seconds(
     backend: ms.CommunicationBackend, steps: list[Any], arguments: argparse.Namespace
 ) -> list[float]:
-    """Return the median of each step's times, of which each is that of the slowest rank."""
+    """Return the lower quartile of each step's times, of which each is that of the slowest rank."""
     own: list[list[float]] = [[] for _ in steps]
     for _ in range(arguments.rounds):
         for step, seconds in zip(steps, own, strict=True):
@@ -148,7 +148,7 @@ def _seconds(
                 if count >= 0:  # the first ones bring the model back into the caches
                     seconds.append(time.perf_counter() - begun)
     slowest = backend.all_gather(np.array([own])).max(axis=0)
-    return [median(each) for each in slowest.tolist()]
+    return [Timing(tuple(each)).quartiles[0] for each in slowest.tolist()]
 
 
 def _ways(patterns: list[str]) -> Iterator[str]:

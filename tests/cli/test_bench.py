@@ -333,7 +333,7 @@ def test_links_between_hosts_are_those_of_the_slowest_rank(monkeypatch):
 
 
 def test_machine_writes_a_file_that_plans_read(tmp_path, monkeypatch):
-    small = {"_SIZES": (4, 16), "_FEW": 2, "_LARGE": 256, "_COLD": 4096, "_MESSAGE": 64}
+    small = {"_SIZES": (4, 16), "_FEW": (2,), "_LARGE": 256, "_COLD": 4096, "_MESSAGE": 64}
     for name, value in small.items():
         monkeypatch.setattr(f"mpishard.cli.bench.machine.{name}", value)
     path = tmp_path / "machine.json"

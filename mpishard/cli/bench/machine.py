@@ -28,8 +28,8 @@ from mpishard.sharding import ShardingConfiguration
 _SIZES = (16, 64, 256, 1024)
 """Numbers of columns of the products."""
 
-_FEW = 4
-"""Least number of rows and of inner elements: a micro-batch may have few samples."""
+_FEW = (1, 4)
+"""Further numbers of rows and of inner elements: a micro-batch may have few samples."""
 
 _ROWS, _WIDTH, _HEADS, _TIME = 256, 1024, 8, 128
 """Arrays of passes are _ROWS x _WIDTH: a megabyte in float32, as activations mostly have."""
@@ -109,7 +109,7 @@ class MachineBenchmark:
     def _products(self, backend: CommunicationBackend) -> Iterator[ProductRate]:
         for precision in _precisions():
             dtype = _dtype(precision)
-            sizes = (_FEW, *_SIZES)
+            sizes = (*_FEW, *_SIZES)
             for rows, columns, inner in itertools.product(sizes, _SIZES, sizes):
                 x = np.ones((rows, inner), dtype)
                 # As many weights and results as do not fit a cache: a model's come from memory.
