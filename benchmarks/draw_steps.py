@@ -22,7 +22,7 @@ BARS = {
     "fsdp2": "PyTorch FSDP2, 2 processes",
     "jax": "JAX, 1 process, 2 threads",
 }
-_LEFT, _LENGTH, _ROW, _TOP = 200, 330, 24, 34
+_LEFT, _LENGTH, _ROW, _TOP = 190, 210, 24, 34
 _PANEL = _TOP + len(BARS) * _ROW + 16
 _STYLE = """
 text { font-family: sans-serif; font-size: 13px; fill: #1f2328; }
@@ -41,9 +41,10 @@ def newest() -> Result:
 def drawing() -> str:
     """Return the picture: a panel for each model, a bar for each library that was measured."""
     samples = newest()["samples"]
-    width, height = _LEFT + _LENGTH + 80, len(MODELS) * _PANEL
+    width, height = _LEFT + _LENGTH + 60, len(MODELS) * _PANEL
     what = "Time of a training step of mpishard, PyTorch and JAX on the same processor"
-    view = f'viewBox="0 0 {width} {height}" role="img" aria-label="{what}"'
+    # Words in it are about as large as those of a page, also on a phone.
+    view = f'width="{width}" viewBox="0 0 {width} {height}" role="img" aria-label="{what}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', f"<style>{_STYLE}</style>"]
     for place, (model, title) in enumerate(MODELS.items()):
         top = place * _PANEL

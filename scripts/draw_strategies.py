@@ -1,8 +1,8 @@
-"""Draws who stores what under four strategies: docs/images/strategies.svg.
+"""Draws who stores what under four strategies: strategies.svg, and a narrow one for phones.
 
 python scripts/draw_strategies.py trains a step of each strategy on four thread-ranks that share no
-memory, and draws the shares that their memory ledgers count. The colours follow the dark mode of
-the reader's system.
+memory, and draws the shares that their memory ledgers count, in docs/images. The colours follow the
+dark mode of the reader's system.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import numpy as np
 
 import mpishard as ms
 
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "strategies.svg"
+_IMAGES = Path(__file__).parents[1] / "docs" / "images"
+PICTURES = {2: _IMAGES / "strategies.svg", 1: _IMAGES / "strategies-narrow.svg"}
+"""A file for each number of strategies side by side."""
 RANKS = 4
 KINDS = ("parameters", "gradients", "optimizer_state")
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 
-_CELL, _BAR, _GAP, _LEFT, _TOP, _ROW = 16, 74, 12, 64, 64, 34
-_PANEL = 3 * _BAR + 2 * _GAP + 34
+_CELL, _BAR, _GAP, _LEFT, _TOP, _ROW = 16, 74, 12, 64, 60, 24
+_WIDTH, _HEIGHT = 3 * _BAR + 2 * _GAP + 34, _TOP + RANKS * _ROW + 10
 _STYLE = """
 text { font-family: sans-serif; font-size: 13px; fill: #1f2328; }
 .small { font-size: 12px; fill: #59636e; }
@@ -64,28 +66,34 @@ def bar(kind: str, rank: int, share: float, left: float, top: float) -> str:
     )
 
 
-def panel(strategy: str, left: float) -> list[str]:
-    """Return the column of one strategy."""
-    found, middle = shares(strategy), left + (3 * _BAR + 2 * _GAP) / 2
-    parts = [_text(strategy, middle, 22, 'text-anchor="middle" font-weight="bold"')]
+def panel(strategy: str, left: float, top: float) -> list[str]:
+    """Return the bars of one strategy."""
+    found = shares(strategy)
+    stored = f"each rank stores {sum(found.values()) / len(KINDS):.0%}"
+    title = f'<tspan font-weight="bold">{strategy}</tspan>: {stored}'
+    parts, top = [_text(title, left, top + 22)], top + _TOP
     for place, kind in enumerate(KINDS):
         x = left + place * (_BAR + _GAP)
-        parts.append(_text(kind.removeprefix("optimizer_"), x, _TOP - 12, 'class="small"'))
-        parts += [bar(kind, rank, found[kind], x, _TOP + rank * _ROW) for rank in range(RANKS)]
-    stored = f"each rank stores {sum(found.values()) / len(KINDS):.0%}"
-    bottom = _TOP + RANKS * _ROW + 20
-    return [*parts, _text(stored, middle, bottom, 'class="small" text-anchor="middle"')]
+        parts.append(_text(kind.removeprefix("optimizer_"), x, top - 12, 'class="small"'))
+        parts += [bar(kind, rank, found[kind], x, top + rank * _ROW) for rank in range(RANKS)]
+    return parts
 
 
-def drawing() -> str:
-    """Return the picture: a column for each strategy, a row for each rank."""
-    width, height = _LEFT + len(STRATEGIES) * _PANEL, _TOP + RANKS * _ROW + 30
+def drawing(columns: int) -> str:
+    """Return the picture, with this number of strategies side by side, and a row for each rank."""
+    rows = len(STRATEGIES) // columns
+    width, height = _LEFT + columns * _WIDTH, rows * _HEIGHT
     what = "Shares of parameters, gradients and optimizer state on four ranks"
-    view = f'viewBox="0 0 {width} {height}" role="img" aria-label="{what}"'
+    view = f'width="{width}" viewBox="0 0 {width} {height}" role="img" aria-label="{what}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', f"<style>{_STYLE}</style>"]
-    parts += [_text(f"rank {rank}", 4, _TOP + rank * _ROW + 14) for rank in range(RANKS)]
-    for column, strategy in enumerate(STRATEGIES):
-        parts += panel(strategy, _LEFT + column * _PANEL)
+    for number, strategy in enumerate(STRATEGIES):
+        row, column = divmod(number, columns)
+        top = row * _HEIGHT
+        if column == 0:
+            parts += [
+                _text(f"rank {rank}", 4, top + _TOP + rank * _ROW + 14) for rank in range(RANKS)
+            ]
+        parts += panel(strategy, _LEFT + column * _WIDTH, top)
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -94,4 +102,5 @@ def _text(words: str, x: float, y: float, attributes: str = "") -> str:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(drawing())
+    for number, path in PICTURES.items():
+        path.write_text(drawing(number))

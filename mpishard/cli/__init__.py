@@ -52,8 +52,20 @@ _COMMANDS = {
 """The module and the summary of each command, in the order of the help."""
 
 
-# Words of other tools for what a command here does.
-_MEANT = {"list": "inspect FOLDER", "ls": "inspect FOLDER", "show": "inspect", "verify": "check"}
+# What is meant by words of other tools, and by names of subcommands: of those that begin with a
+# command, the first.
+_MEANT = {
+    "list": ("inspect FOLDER", "checkpoint inspect FOLDER"),
+    "ls": ("inspect FOLDER", "checkpoint inspect FOLDER"),
+    "show": ("inspect",),
+    "verify": ("check",),
+    "export": ("convert",),
+    "inspect": ("checkpoint inspect",),
+    "convert": ("checkpoint convert",),
+    "memory": ("plan memory",),
+    "train": ("run SCRIPT",),
+    "launch": ("run SCRIPT",),
+}
 
 
 # Values of options that name none of their own; typer would write "<int range>" or "<str>".
@@ -65,11 +77,12 @@ class _Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and not args[0].startswith("-"):
-            meant = _MEANT.get(args[0], "")
-            hint = f"; did you mean {meant}?" if meant.split(" ")[0] in self.commands else ""
+            meant = [m for m in _MEANT.get(args[0], ()) if m.split(" ")[0] in self.commands]
+            hint = f"; did you mean {meant[0]}?" if meant else ""
             text = f"there is no command {args[0]!r}; the commands of {ctx.info_name} are "
             text += f"{', '.join(self.commands)}{hint or nearest(args[0], self.commands)}"
-            ctx.fail(wrapped(text, sys.stderr))
+            # typer puts "Error: " before it, which the lines have room for.
+            ctx.fail(wrapped(f"Error: {text}", sys.stderr).removeprefix("Error: "))
         return super().resolve_command(ctx, args)
 
 

@@ -45,7 +45,7 @@ def plot(
     check_png("plot", "--output", target)
     for run in runs:
         if not run.exists():
-            refuse("plot", f"there is no {run}")
+            refuse("plot", f"there is no file or folder {run}")
         # Refused here, and not by the reader, to name the option that writes such a file.
         file = run / "metrics.jsonl"
         if run.is_dir() and not file.exists():

@@ -323,7 +323,8 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
     model = given[0] if isinstance(given, tuple) and given else given
     if not _is_model(model):
         raise UnplannableError(
-            f"the factory returned a {type(model).__name__}, which is no model; {_EXPECTED}"
+            f"the factory returned an object of type {type(model).__name__}, which is no model; "
+            f"{_EXPECTED}"
         )
     return _without_arrays(model)
 
@@ -420,7 +421,7 @@ class ModuleShapes(IPlaceableModel):
 
 
 _EXPECTED = (
-    "expected a model that has shapes and no arrays: one of mpishard.nn whose parameters nobody "
-    "has asked for, a PyTorch module on the device meta, or a black box"
+    "expected a model that has shapes and no arrays: one of mpishard.nn that was just made, a "
+    "PyTorch module on the device meta, or a black box"
 )
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

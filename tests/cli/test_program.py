@@ -83,6 +83,7 @@ def refused(*words: str) -> str:
             "no command 'stp'; the commands of bench are collectives, step, machine; did you mean",
         ),
         (["checkpoint", "list"], "did you mean inspect FOLDER?"),
+        (["inspect", "runs/1"], "did you mean checkpoint inspect?"),
         (["run", "--max-restart", "3", "train.py"], "--max-ranks, --max-restarts"),
         (["run", "train.py"], "give the number of ranks before the script: -n 4 SCRIPT"),
         (["run", "train.py", "-n", "2"], "-n stands after the script, which receives it: give the"),
@@ -135,6 +136,13 @@ def test_lines_on_a_terminal_end_between_words_and_outside_of_commands(
     monkeypatch.setenv("COLUMNS", "40")
     echo(text)
     assert "  `mpishard run -n 2 a.py`" in capsys.readouterr().out.splitlines()
+    # typer writes "Error: " before a refusal, which is within the width.
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["mpishard", "inspect"])
+    with pytest.raises(SystemExit):
+        main()
+    error = capsys.readouterr().err.partition("Error:")[2].splitlines()
+    assert len(f"Error:{error[0]}") <= 40, error
 
 
 def test_a_mistyped_number_starts_no_million_ranks(monkeypatch: Any) -> None:

@@ -195,7 +195,7 @@ def holding() -> Any:
     ("factory", "choices", "message"),
     [
         (holding, {}, "this MLP has allocated its .* parameters; expected a model that has shapes"),
-        (lambda: 3, {}, "returned a int, which is no model; expected a model"),
+        (lambda: 3, {}, "returned an object of type int, which is no model; expected a model"),
         (lambda a, b: a, {}, "no argument or a seed, and this one needs a, b"),
         (type(function()), {}, "no argument or a seed, and this one needs"),
         (gpt, {"order": ("data",)}, "order must name pipeline, tensor"),

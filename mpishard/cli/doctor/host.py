@@ -189,7 +189,7 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
             other = library.get("architecture")
     text, fix = f"{kernel}, by OPENBLAS_CORETYPE" if is_chosen else kernel, None
     if other not in (None, kernel):
-        better = f", and {other}, which mpishard run sets, fits this processor"
+        better = f"; mpishard run sets {other}, which fits this processor"
         text += f"; {other} without it" if is_chosen else better
         # Without measurements the processor's name decides.
         is_better = not is_chosen

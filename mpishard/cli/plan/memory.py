@@ -57,7 +57,8 @@ def memory(
 
     factory() or factory(seed) returns a model of mpishard.nn, a PyTorch module on the device
     "meta", or a black box. One row for each strategy, and for each --mesh, or for some meshes that
-    the model can have. Without --host-memory the advice is for the memory of this machine.
+    the model can have. The advice is for the memory of this machine, unless --host-memory gives
+    another.
     """
     with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         limit = available_memory()[0] if host_memory is None else parse_bytes(host_memory)

@@ -53,7 +53,7 @@ def mesh(
 ) -> None:
     """Propose mesh, strategy, schedule, micro-batches and recomputation for FACTORY's model.
 
-    Without --host-memory it is the memory in the machine file.
+    It fits the memory in the machine file, unless --host-memory gives another.
     """
     with refusing("plan", errors=(OSError, ValueError, MemoryError)):
         speeds = Machine.load(machine)

@@ -77,10 +77,14 @@ Precisions = Annotated[
 ]
 Rule = Annotated[str, choice("plan", RULES, "Update rule: {}.")]
 Recompute = Annotated[
-    bool, typer.Option(help="Compute activations again, in segments of sqrt(layers) layers.")
+    bool,
+    typer.Option(
+        "--recompute", help="Compute activations again, in segments of sqrt(layers) layers."
+    ),
 ]
 SequenceParallel = Annotated[
-    bool, typer.Option(help="Divide norms and dropout over the tensor axis, too.")
+    bool,
+    typer.Option("--sequence-parallel", help="Divide norms and dropout over the tensor axis, too."),
 ]
 HostMemory = Annotated[
     str | None,

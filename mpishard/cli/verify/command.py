@@ -27,7 +27,9 @@ _TARGET = (
     "package.module:factory or file.py:factory, a model with data; or script.py, a loop with "
     "mpishard.torch."
 )
-_ARGUMENTS = "Of a script, after --; it takes -n, --steps and --tolerance only."
+_ARGUMENTS = (
+    "Arguments of script.py, after --. With a script only -n, --steps and --tolerance apply."
+)
 
 
 def _flag(help_text: str, minimum: int | None = None) -> object:
