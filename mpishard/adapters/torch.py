@@ -229,13 +229,13 @@ class TorchModel(PlacedVectorModel):
     # ---------------------------------------------------------------------------------- computing
 
     def check_input(self, x: Any) -> None:
-        _check_array("x", x)
+        _check_array(x)
 
     def predict(self, x: Array) -> Array:
         """Return outputs in eval mode, shape (B, ...), for inputs of shape (B, ...)."""
         import torch
 
-        _check_array("x", x)
+        _check_array(x)
         # Each submodule has a mode of its own, which train() would set for all of them.
         modes = [(module, module.training) for module in self._module.modules()]
         self._module.eval()
@@ -388,12 +388,12 @@ def _tensor(array: Array, dtype: DType) -> Any:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _check_array(name: str, array: Any) -> None:
-    for leaf in array.leaves() if isinstance(array, Samples) else [array]:
+def _check_array(x: Any) -> None:
+    for leaf in x.leaves() if isinstance(x, Samples) else [x]:
         require_plain(leaf)
         if not isinstance(leaf, np.ndarray) or leaf.ndim == 0 or leaf.dtype.kind not in "fiub":
             shown = getattr(leaf, "dtype", type(leaf).__name__)
             raise TypeError(
-                f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}; "
+                f"x must be a NumPy array of samples: floats, integers or bools; got {shown}; "
                 "mpishard.data.Samples holds several"
             )

@@ -35,6 +35,7 @@ from mpishard.checkpoint.format.content import (
     check_keys,
     require_form,
     spelled,
+    states_of,
 )
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.checkpoint.format.folder import LATEST, CheckpointFolder

@@ -94,7 +94,7 @@ def serialize(own: PlainTraining) -> bytes:
 def deserialize(own: PlainTraining, data: bytes) -> None:
     """Take settings, state and step count from bytes of `serialize`."""
     rule = own.rule
-    state, document = tensors_and_document(data, _KEY, "an optimizer's ")
+    state, document = tensors_and_document(data, _KEY)
     if document["rule"] != type(rule).__name__:
         raise ValueError(f"these bytes are of {document['rule']}, not of {type(rule).__name__}")
     steps, segments = document["steps"], tuple(Segment(*s) for s in document["segments"])

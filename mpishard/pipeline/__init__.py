@@ -24,9 +24,7 @@ from mpishard.pipeline.clock import (
 )
 from mpishard.pipeline.executor import (
     IPipelineStage,
-    OperationTimes,
     PipelineExecutor,
-    PipelineRecord,
 )
 from mpishard.pipeline.layers import (
     Costs,
@@ -68,11 +66,9 @@ __all__ = [
     "LoadBalancedPartitionStrategy",
     "LoopedBFSSchedule",
     "OneForwardOneBackwardSchedule",
-    "OperationTimes",
     "PipelineExecutor",
     "PipelineOperation",
     "PipelineOperationType",
-    "PipelineRecord",
     "RecomputeStrategy",
     "RuleSchedule",
     "StageTimes",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -17,13 +14,9 @@ from mpishard.communication import CommunicationBackend, Transfer
 from mpishard.observe import span
 from mpishard.pipeline.clock import check_schedule
 from mpishard.pipeline.operations import (
-    BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    FORWARD,
     Flow,
     IPipelineSchedule,
-    PipelineOperation,
-    PipelineOperationType,
     PipelinePlan,
     PlannedOperation,
     forward_orders,
@@ -78,45 +71,6 @@ class IPipelineStage(ABC):
         """Add the gradients of the parameters: the half that `backward_input` has left out."""
 
 
-class OperationTimes(NamedTuple):
-    """Begin, arrival of the input, and end of one operation, in seconds of `time.perf_counter`."""
-
-    operation: PipelineOperation
-    begun: float
-    ready: float
-    ended: float
-
-
-@dataclass(slots=True)
-class PipelineRecord:
-    """One run of one rank.
-
-    Attributes
-    ----------
-    operations : list of OperationTimes
-        Times of all operations, in order.
-    begun, ended : float
-        Begin and end of the run, in seconds of `time.perf_counter`. It ends when all messages that
-        it sent have been received.
-    peak_live : list of int
-        For each virtual stage, the most micro-batches at a time that had ended forward and not
-        backward (or its second half, if it is split). 0 for forward alone.
-    """
-
-    operations: list[OperationTimes] = field(default_factory=list)
-    begun: float = 0.0
-    ended: float = 0.0
-    peak_live: list[int] = field(default_factory=list)
-
-    def computing(self, kind: PipelineOperationType | None = None) -> float:
-        """Return the seconds spent in operations of this kind, or of any."""
-        return sum(t.ended - t.ready for t in self.operations if kind in (None, t.operation.type))
-
-    def waiting(self, kind: PipelineOperationType | None = None) -> float:
-        """Return the seconds that operations of this kind, or of any, waited for their inputs."""
-        return sum(t.ready - t.begun for t in self.operations if kind in (None, t.operation.type))
-
-
 class PipelineExecutor:
     """Runs a rank's operations in the schedule's order, and moves arrays between stages.
 
@@ -149,11 +103,6 @@ class PipelineExecutor:
     ------
     ValueError
         For fewer than one micro-batch, or more stages than there are tags.
-
-    Attributes
-    ----------
-    record : PipelineRecord
-        Record of the last run that came to its end.
     """
 
     def __init__(
@@ -179,9 +128,8 @@ class PipelineExecutor:
         # By whether it is for training. Made at the first run: checking a schedule takes time,
         # which prediction does not need.
         self._plans: dict[bool, PipelinePlan] = {}
-        self.record = PipelineRecord()
 
-    def run(self, stage: IPipelineStage) -> PipelineRecord:
+    def run(self, stage: IPipelineStage) -> None:
         """Run every operation of this rank. Collective over the pipeline.
 
         Raises
@@ -192,9 +140,9 @@ class PipelineExecutor:
         PeerError
             If another rank failed or left.
         """
-        return self._execute(stage, is_training=True)
+        self._execute(stage, is_training=True)
 
-    def run_forward(self, stage: IPipelineStage) -> PipelineRecord:
+    def run_forward(self, stage: IPipelineStage) -> None:
         """Run forward alone, every micro-batch through all stages. Collective over the pipeline.
 
         Micro-batches come to each stage by rising index.
@@ -204,9 +152,9 @@ class PipelineExecutor:
         ValueError, PeerError
             As `run`.
         """
-        return self._execute(stage, is_training=False)
+        self._execute(stage, is_training=False)
 
-    def _execute(self, stage: IPipelineStage, *, is_training: bool) -> PipelineRecord:
+    def _execute(self, stage: IPipelineStage, *, is_training: bool) -> None:
         plan = self._plans.get(is_training)
         if plan is None:
             schedule, ranks, count = self._schedule, self._backend.world_size, self._micro_batches
@@ -224,12 +172,11 @@ class PipelineExecutor:
         first_tag = generation * 2 * len(plan.rank_of)
         run = _ScheduleRun(stage, plan, self._backend, first_tag, self._dtype)
         try:
-            self.record = run.execute()
+            run.execute()
         # Also for KeyboardInterrupt: an open receive would outlive the arrays of this run.
         except BaseException:
             run.cancel_receives()
             raise
-        return self.record
 
 
 class _ScheduleRun:
@@ -260,20 +207,12 @@ class _ScheduleRun:
         self._local: dict[Flow, Array] = {}
         # Sends under way own their arrays; dropping one would free memory that MPI still reads.
         self._sending: list[Transfer] = []
-        self._live = [0] * len(plan.virtual_of)
         self._global_stage = {virtual: stage for stage, virtual in plan.virtual_of.items()}
 
-    def execute(self) -> PipelineRecord:
+    def execute(self) -> None:
         """Run all steps; return when all sent messages have been received."""
-        record = PipelineRecord(begun=time.perf_counter(), peak_live=[0] * len(self._live))
-        # Forward alone never brings the number of live micro-batches down, so that it is not
-        # counted.
-        is_training = any(step.operation.type is not FORWARD for step in self._plan.steps)
         for step in self._plan.steps:
-            begun = time.perf_counter()
             given = self._receive_input(step)
-            # The time before this point was spent waiting for the input.
-            ready = time.perf_counter()
             operation = step.operation
             stage = self._global_stage[operation.virtual_stage_index]
             with span(operation.type, micro_batch=operation.micro_batch_index, stage=stage):
@@ -283,25 +222,14 @@ class _ScheduleRun:
                 key = operation.virtual_stage_index, operation.micro_batch_index
                 result: Array | None = compute(*key, *inputs)
                 del inputs
-            ended = time.perf_counter()
-            record.operations.append(OperationTimes(step.operation, begun, ready, ended))
             # Freed before the result travels, so that a rank holds one activation less at its peak.
             del given
             if step.gives is not None:
-                self._pass_on(step.gives, result, step.operation.virtual_stage_index)
+                self._pass_on(step.gives, result, operation.virtual_stage_index)
             del result
-            if is_training:
-                virtual = operation.virtual_stage_index
-                if operation.type is FORWARD:
-                    self._live[virtual] += 1
-                    record.peak_live[virtual] = max(record.peak_live[virtual], self._live[virtual])
-                elif operation.type is not BACKWARD_INPUT:
-                    self._live[virtual] -= 1
         # The next step may overwrite arrays only after they are received.
         while self._sending:
             self._sending.pop().wait()
-        record.ended = time.perf_counter()
-        return record
 
     def cancel_receives(self) -> None:
         """Cancel the receives that are posted."""

@@ -17,14 +17,11 @@ from mpishard.pipeline import (
     bubble_fraction,
     run_clock,
 )
-from mpishard.pipeline.clock import spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Timeline", "plot_timelines", "simulate", "text_chart"]
-
-Amounts = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -47,8 +44,6 @@ class Timeline:
         In each of a rank's V stages it counts 1/V.
     peak_held : tuple of float
         As `peak_live`, but counted to the end of the parameters' half, which frees the memory.
-    peak_activation_bytes : tuple of float, optional
-        Largest number of bytes that each rank keeps for backward, if `simulate` was given sizes.
     """
 
     schedule_name: str
@@ -59,7 +54,6 @@ class Timeline:
     ranks: tuple[tuple[TimedOperation, ...], ...]
     peak_live: tuple[float, ...]
     peak_held: tuple[float, ...]
-    peak_activation_bytes: tuple[float, ...] | None
 
     def __repr__(self) -> str:
         return (
@@ -107,9 +101,6 @@ def simulate(
     num_stages: int,
     num_micro_batches: int,
     times: StageTimes | None = None,
-    *,
-    activation_bytes: Amounts | None = None,
-    pending_bytes: Amounts | None = None,
 ) -> Timeline:
     """Run a schedule on a virtual clock.
 
@@ -122,11 +113,6 @@ def simulate(
     times : StageTimes, optional
         Times of each global stage; a rank with V stages takes V of them for a micro-batch. Default:
         1 for forward and for each half of backward, and 0 for communication.
-    activation_bytes : float or sequence of float, optional
-        Bytes of a micro-batch that a global stage keeps for backward: one number for all stages, or
-        one for each.
-    pending_bytes : float or sequence of float, optional
-        Bytes of these that are kept between backward's halves, if they are apart. Default: all.
 
     Returns
     -------
@@ -136,8 +122,7 @@ def simulate(
     Raises
     ------
     ValueError
-        If `check_schedule` refuses the schedule; for times or sizes of another number of stages;
-        for negative ones; for pending bytes without activation bytes.
+        If `check_schedule` refuses the schedule; for times of another number of stages.
 
     Examples
     --------
@@ -150,8 +135,7 @@ def simulate(
     times = times or StageTimes()
     virtual = schedule.virtual_stages_per_rank
     ranks = run_clock(schedule, num_stages, num_micro_batches, times)
-    sizes = _sizes(activation_bytes, pending_bytes, num_stages * virtual)
-    peaks = [_peaks(timed, *sizes) for timed in ranks]
+    peaks = [_peaks(timed) for timed in ranks]
     return Timeline(
         schedule.name,
         num_stages,
@@ -160,56 +144,24 @@ def simulate(
         times,
         ranks,
         # A micro-batch is counted once in each virtual stage of a rank.
-        peak_live=tuple(live / virtual for live, _, _ in peaks),
-        peak_held=tuple(held / virtual for _, held, _ in peaks),
-        peak_activation_bytes=(
-            None if activation_bytes is None else tuple(nbytes for _, _, nbytes in peaks)
-        ),
+        peak_live=tuple(live / virtual for live, _ in peaks),
+        peak_held=tuple(held / virtual for _, held in peaks),
     )
 
 
-def _sizes(
-    activation_bytes: Amounts | None, pending_bytes: Amounts | None, num_global_stages: int
-) -> tuple[list[float], list[float]]:
-    """Return the bytes of each global stage until the backward of the input, and after it."""
-    # Half a specification would give figures that look complete.
-    if activation_bytes is None and pending_bytes is not None:
-        raise ValueError("pending_bytes are a part of activation_bytes, which are not given")
-    activations = 0.0 if activation_bytes is None else activation_bytes
-    pending = activations if pending_bytes is None else pending_bytes
-    both = (
-        spread("activation_bytes", activations, num_global_stages, "global stages"),
-        spread("pending_bytes", pending, num_global_stages, "global stages"),
-    )
-    if min(map(min, both)) < 0:
-        raise ValueError("activation_bytes and pending_bytes must be 0 or more")
-    return both
-
-
-def _peaks(
-    timed: Sequence[TimedOperation], activations: Sequence[float], pending: Sequence[float]
-) -> tuple[int, int, float]:
-    """Return one rank's `peak_live` and `peak_held`, not divided by V, and its peak of bytes."""
+def _peaks(timed: Sequence[TimedOperation]) -> tuple[int, int]:
+    """Return one rank's `peak_live` and `peak_held`, not divided by V."""
     live = held = peak_live = peak_held = 0
-    nbytes = peak_bytes = 0.0
-    for operation, stage, _, _ in timed:
+    for operation, _, _, _ in timed:
         kind = operation.type
         if kind is PipelineOperationType.FORWARD:
             live, held = live + 1, held + 1
-            nbytes += activations[stage]
             peak_live, peak_held = max(peak_live, live), max(peak_held, held)
-        elif kind is PipelineOperationType.BACKWARD:
-            live, held = live - 1, held - 1
-            nbytes -= activations[stage]
-        elif kind is PipelineOperationType.BACKWARD_INPUT:
+        if kind in (PipelineOperationType.BACKWARD, PipelineOperationType.BACKWARD_INPUT):
             live -= 1
-            # Only the bytes for the backward of the parameters are kept.
-            nbytes += pending[stage] - activations[stage]
-        else:
+        if kind in (PipelineOperationType.BACKWARD, PipelineOperationType.BACKWARD_WEIGHT):
             held -= 1
-            nbytes -= pending[stage]
-        peak_bytes = max(peak_bytes, nbytes)
-    return peak_live, peak_held, peak_bytes
+    return peak_live, peak_held
 
 
 # Three hues that differ for people with the common kinds of colour blindness, and in lightness.

@@ -18,7 +18,7 @@ from mpishard.base import BFLOAT16, Array, DType, widened_dtype
 from mpishard.contracts import ILayeredModel, ILossFunction, Saved
 from mpishard.models import LayeredProgram, MeshProgram, ModelVector
 from mpishard.nn import Context, Gradients, GradientTargets, Layer, Parameters
-from mpishard.pipeline import IPipelineStage, PipelineOperationType, PipelineRecord
+from mpishard.pipeline import IPipelineStage, PipelineOperationType
 from mpishard.planning.reserved import ReservedArray
 from mpishard.sharding import ShardingConfiguration
 
@@ -187,7 +187,7 @@ class _Replay:
     def __init__(self, program: PlannedMeshProgram) -> None:
         self._program = program
 
-    def run(self, stage: IPipelineStage) -> PipelineRecord:
+    def run(self, stage: IPipelineStage) -> None:
         program, choices = self._program, self._program.choices
         mesh, count = choices.mesh, choices.micro_batch_count
         order = choices.schedule.get_schedule(mesh.pipeline_rank, mesh.pipeline_size, count)
@@ -208,4 +208,3 @@ class _Replay:
             # The result is sent: it is freed when the next operation begins.
             compute(*key, given)
             del given
-        return PipelineRecord()

@@ -194,8 +194,8 @@ class TensorParallelDropout(SplitLayer):
         The whole layer.
     size : int
         Size of the whole last dim.
-    parts, multiple
-        Partition of the dim: see `DimSplit`.
+    multiple : int
+        Length of a run that is not cut: see `DimSplit`.
 
     Raises
     ------
@@ -213,13 +213,12 @@ class TensorParallelDropout(SplitLayer):
         dropout: Dropout,
         size: int,
         *,
-        parts: int | tuple[int, ...] = 1,
         multiple: int = 1,
     ) -> None:
         super().__init__(backend, dropout)
         require_type("dropout", dropout, Dropout)
         self.dropout = dropout
-        self.split = DimSplit(size, backend.world_size, parts, multiple)
+        self.split = DimSplit(size, backend.world_size, multiple=multiple)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the input's shape, whose last dim must be this rank's part of the whole."""

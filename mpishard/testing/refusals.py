@@ -52,32 +52,16 @@ class Arguments:
         Backend that makes the call.
     length : int
         Rows of an array, an even number.
-    memory : Array, optional
-        Bytes of this rank for its arrays; by default each array has memory of its own.
     """
 
-    def __init__(
-        self, backend: CommunicationBackend, length: int, memory: Array | None = None
-    ) -> None:
+    def __init__(self, backend: CommunicationBackend, length: int) -> None:
         self.world_size = backend.world_size
         self.length = length
-        self._memory = memory
-        self._used = 0
         self._made: list[Array] = []
 
     def ones(self, *shape: int, dtype: DTypeLike = np.float64) -> Array:
         """Return an array of ones of ``shape``, by default (length,)."""
-        shape = shape or (self.length,)
-        if self._memory is None:
-            array = np.empty(shape, dtype)
-        else:
-            wanted = np.dtype(dtype)
-            nbytes = int(np.prod(shape)) * wanted.itemsize
-            part = self._memory[self._used : self._used + nbytes]
-            array = part.view(wanted).reshape(shape)
-            # Each array on a cache line, which also aligns it for every dtype.
-            self._used += -(-nbytes // 64) * 64
-        array[...] = 1
+        array = np.ones(shape or (self.length,), dtype)
         self._made.append(array)
         return array
 

@@ -418,7 +418,9 @@ class TrainingRun:
         holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
         try:
-            position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
+            with same_outcome(self.model.backend):
+                states = checkpoint.states_of(self.model, self.optimizer, kept)
+            position = checkpoint.load_states(path, self.model, states)[LOOP]
         except CheckpointError as error:  # most often after a change of the model
             error.add_note(
                 "The run was to continue there. For a new run choose another folder, or pass "

@@ -37,6 +37,7 @@ from mpishard.checkpoint import (
     newest_valid,
     require_form,
     reserve,
+    states_of,
 )
 from mpishard.communication import CommunicationBackend, same_outcome, share_path
 from mpishard.models import ShardedModelBase
@@ -280,10 +281,9 @@ class RunCheckpoints:
         self._pending = begin_save(
             lambda: self.folder.target(step),
             model,
-            optimizer,
-            training=training,
             metadata=metadata,
             staging=self._staging,
+            states=lambda: states_of(model, optimizer, training),
         )
         # Without memory for a copy the arrays must not change before they are written.
         if self._staging is None:

@@ -227,11 +227,6 @@ WRAPPED = [
       for rate in (float("nan"), float("inf"))],
     ("A", "unsharded: a root that is a word", TypeError, "root must be an integer, got 'x'",
      lambda g: g.model.unsharded(root="x").__enter__()),
-    *[("A", f"checkpoint.{name}: training {value!r}", TypeError,
-       f"with the methods of CheckpointState, got {type(value).__name__}",
-       lambda g, name=name, value=value: getattr(ms.checkpoint, name)(
-           g.path / "made", g.model, training=value))
-      for name in ("save", "save_async", "load") for value in (5, {})],
     *[("A", f"checkpoint.save_async: staging {value!r}", TypeError,
        "staging must be a StagingBuffer",
        lambda g, value=value: ms.checkpoint.save_async(g.path / "made", g.model, staging=value))

@@ -21,6 +21,7 @@ SCHEDULES, ToyModel, ToySchedule, ToyStages = (
     toy.SCHEDULES, toy.ToyModel, toy.ToySchedule, toy.ToyStages
 )  # fmt: skip
 FORWARD, BACKWARD = PipelineOperationType.FORWARD, PipelineOperationType.BACKWARD
+HALVES = PipelineOperationType.BACKWARD_INPUT, PipelineOperationType.BACKWARD_WEIGHT
 M = 6
 
 
@@ -47,6 +48,16 @@ def assert_exact(stages, model):
         assert len(stages.outputs) == model.micro_batches
 
 
+def halves_of(schedule, rank, ranks):
+    """The calls of a rank's stages in the schedule's order, with backward as its two halves."""
+    return [
+        (half, schedule.global_stage(rank, operation.virtual_stage_index, ranks),
+         operation.micro_batch_index)
+        for operation in schedule.get_schedule(rank, ranks, M)
+        for half in (HALVES if operation.type is BACKWARD else (operation.type,))
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @in_worlds(1, 2, 3, 4, 5)
 def test_every_schedule_gives_the_exact_gradients(backend, name):
@@ -59,8 +70,7 @@ def test_every_schedule_gives_the_exact_gradients(backend, name):
         for run in range(2):
             here, executor = train(backend, schedule, model, executor, seed=run)
             assert_exact(here, model)
-            done = [times.operation for times in executor.record.operations]
-            assert done == schedule.get_schedule(backend.rank, backend.world_size, M)
+            assert here.log == halves_of(schedule, backend.rank, backend.world_size)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -74,8 +84,7 @@ def test_forward_alone_gives_every_output_in_order(backend, name):
         stages = ToyStages(
             model, schedule, backend.rank, backend.world_size, training=False, seed=3
         )
-        record = executor.run_forward(stages)
-        assert record.peak_live == [0] * schedule.virtual_stages_per_rank
+        executor.run_forward(stages)
         is_last = len(model.matrices) - 1 in stages.stages
         expected = model.outputs() if is_last else []
         assert [y.tobytes() for y in stages.outputs] == [y.tobytes() for y in expected]
@@ -110,20 +119,8 @@ def test_messages_and_bytes_are_the_formula_s(backend, name):
 def test_the_most_micro_batches_live_are_the_schedule_s(backend):
     ranks = backend.world_size
     for name, expected in (("GPipe", M), ("1F1B", min(ranks - backend.rank, M))):
-        _, executor = train(backend, SCHEDULES[name], ToyModel(ranks, 13, M))
-        assert executor.record.peak_live == [expected]
-    # A split backward holds a micro-batch until its second half.
-    for schedule in (ToySchedule(virtual=2, splits=True), ToySchedule(virtual=2)):
-        live, peaks = [0, 0], [0, 0]
-        for operation in schedule.get_schedule(backend.rank, ranks, M):
-            v = operation.virtual_stage_index
-            if operation.type is FORWARD:
-                live[v] += 1
-                peaks[v] = max(peaks[v], live[v])
-            elif operation.type is not PipelineOperationType.BACKWARD_INPUT:
-                live[v] -= 1
-        _, executor = train(backend, schedule, ToyModel(2 * ranks, 13, M))
-        assert executor.record.peak_live == peaks
+        stages, _ = train(backend, SCHEDULES[name], ToyModel(ranks, 13, M))
+        assert stages.most_saved == expected
 
 
 @in_worlds(2, 3)
@@ -316,22 +313,3 @@ def test_executors_without_micro_batches_or_tags_are_refused():
         PipelineExecutor(backend, SCHEDULES["1F1B"], 0, np.float64)
     with pytest.raises(ValueError, match="= 10000 stages need 20000 tags, and there are 16383"):
         PipelineExecutor(backend, ToySchedule(virtual=5000), 1, np.float64)
-
-
-def test_the_record_adds_up():
-    model = ToyModel(2, 13, M)
-
-    def body(backend):
-        return train(backend, SCHEDULES["ZB-H2"], model, seed=0)[1].record
-
-    for record in run_in_threads(2, body):
-        kinds = {times.operation.type for times in record.operations}
-        assert len(kinds) == 3
-        assert record.computing() == pytest.approx(sum(map(record.computing, kinds)))
-        assert record.waiting() == pytest.approx(sum(map(record.waiting, kinds)))
-        ends = [record.begun]
-        for times in record.operations:
-            ends += [times.begun, times.ready, times.ended]
-        assert ends == sorted(ends)
-        assert ends[-1] <= record.ended
-        assert record.computing() + record.waiting() <= record.ended - record.begun

@@ -28,7 +28,6 @@ def test_figures_of_a_small_pipeline():
     assert timeline.bubble_fraction == pytest.approx(1 - 6 / 9)
     assert timeline.idle_fraction == pytest.approx(1 - 6 / 9)
     assert timeline.peak_live == timeline.peak_held == (2, 2)
-    assert timeline.peak_activation_bytes is None
 
 
 @pytest.mark.parametrize("schedule", [ZeroBubbleH2Schedule(), ZeroBubbleVSchedule()])
@@ -63,26 +62,13 @@ def test_peaks_of_halves():
     assert timeline.peak_held == (7, 7, 7, 7)
 
 
-def test_bytes():
-    one = OneForwardOneBackwardSchedule()
-    assert simulate(one, 3, 4, activation_bytes=10).peak_activation_bytes == (30, 20, 10)
-    assert simulate(one, 3, 4, activation_bytes=[1, 10, 100]).peak_activation_bytes == (3, 20, 100)
-    h1 = ZeroBubbleH1Schedule()
-    assert simulate(h1, 3, 6, activation_bytes=10).peak_activation_bytes == (30, 30, 30)
-    # Between the halves 4 of 10 are kept: rank 2 has one micro-batch live and two pending.
-    halves = simulate(h1, 3, 6, activation_bytes=10, pending_bytes=4)
-    assert halves.peak_activation_bytes == (30, 24, 18)
-    both = simulate(LoopedBFSSchedule(), 2, 3, activation_bytes=[1, 10, 100, 1000])
-    assert both.peak_activation_bytes == (303, 3030)
-    assert both.peak_live == both.peak_held == (3, 3)
+def test_peaks_of_virtual_stages():
+    timeline = simulate(LoopedBFSSchedule(), 2, 3)
+    assert timeline.peak_live == timeline.peak_held == (3, 3)
 
 
-def test_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match="activation_bytes must be one number or 2"):
-        simulate(GPipeSchedule(), 2, 2, activation_bytes=[1, 2, 3])
-    with pytest.raises(ValueError, match="pending_bytes are a part of activation_bytes"):
-        simulate(GPipeSchedule(), 2, 2, pending_bytes=3)
-    with pytest.raises(ValueError, match="must be 0 or more"):
-        simulate(GPipeSchedule(), 2, 2, activation_bytes=-1)
+def test_arguments_that_do_not_fit():
+    with pytest.raises(ValueError, match="forward must be one number or 2"):
+        simulate(GPipeSchedule(), 2, 2, StageTimes(forward=[1, 2, 3]))
     with pytest.raises(ValueError, match="num_stages must be 1 or more, got 0"):
         simulate(GPipeSchedule(), 0, 2)

@@ -127,6 +127,7 @@ class ToyStages(IPipelineStage):
         self.doze = None if seed is None else np.random.default_rng([seed, rank])
         self.saved, self.pending = {}, {}
         self.gradients, self.outputs, self.log = {}, [], []
+        self.most_saved = 0
 
     def _shape(self, boundary, micro_batch):
         return (self.model.rows.size(micro_batch), self.model.widths[boundary])
@@ -151,6 +152,7 @@ class ToyStages(IPipelineStage):
         y = x @ self.model.matrices[g]
         if self.training:
             self.saved[key] = x
+            self.most_saved = max(self.most_saved, len(self.saved) + len(self.pending))
         if g < len(self.model.matrices) - 1:
             return y
         self.outputs.append(y)

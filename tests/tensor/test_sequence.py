@@ -48,12 +48,12 @@ def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", [1, 5, 0])
-@pytest.mark.parametrize(("size", "parts", "multiple"), [(7, 1, 1), (24, 3, 2)])
+@pytest.mark.parametrize(("size", "multiple"), [(7, 1), (24, 2)])
 @in_worlds(1, 2, 3, 4)
-def test_dropout_of_columns(backend, batch, size, parts, multiple, columns, monkeypatch):
+def test_dropout_of_columns(backend, batch, size, multiple, columns, monkeypatch):
     monkeypatch.setattr("mpishard.base.arrays.chunk_length", lambda array: 2 * 3 * size)
     whole = nn.Dropout(0.4)
-    layer = TensorParallelDropout(backend, whole, size, parts=parts, multiple=multiple)
+    layer = TensorParallelDropout(backend, whole, size, multiple=multiple)
     take = columns(layer.split, backend)
     for shape in [(batch, 3, size), (batch, size)]:
         check_same_bits(layer, whole, draw(*shape), take)

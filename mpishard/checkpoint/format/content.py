@@ -112,14 +112,13 @@ class CheckpointableOptimizer(Protocol):
         ...
 
 
-def require_checkpointable(model: UserModel, optimizer: Any = None, training: Any = None) -> None:
+def require_checkpointable(model: UserModel, optimizer: Any = None) -> None:
     """Refuse arguments that no rank could save or load. Nothing is communicated.
 
     Raises
     ------
     TypeError
-        If the model or the optimizer is not checkpointable, or ``training`` is not a
-        `CheckpointState`.
+        If the model or the optimizer is not checkpointable.
     """
     # One member is tested, because isinstance does not work with these protocols.
     if not hasattr(model, "checkpointed"):
@@ -132,17 +131,12 @@ def require_checkpointable(model: UserModel, optimizer: Any = None, training: An
             "a checkpoint needs a sharded optimizer (CheckpointableOptimizer), got "
             f"{type(optimizer).__name__}; mpishard.as_distributed makes one"
         )
-    if training is not None and not hasattr(training, "arrays_to_write"):
-        raise TypeError(
-            "the training part of a checkpoint must be an object with the methods of "
-            f"CheckpointState, got {type(training).__name__}"
-        )
 
 
 def states_of(
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None,
-    training: CheckpointState | None,
+    training: CheckpointState | None = None,
 ) -> dict[str, CheckpointState]:
     """Return the states that a checkpoint has, by their names in its metadata."""
     # A load restores the states in this order, the parameters first.

@@ -388,16 +388,16 @@ def metadata_of(data: bytes) -> dict[str, str]:
     return dict(json.loads(data[8 : 8 + length]).get("__metadata__") or {})
 
 
-def tensors_and_document(data: Any, key: str, whose: str) -> tuple[dict[str, Array], Any]:
-    """Return the arrays, and the JSON under ``key`` of the metadata.
+def tensors_and_document(data: Any, key: str) -> tuple[dict[str, Array], Any]:
+    """Return the arrays of an optimizer's bytes, and the JSON under ``key`` of the metadata.
 
     The errors raised are those of `tensors_of`, and a ValueError if there is no such key.
     """
-    tensors = tensors_of(data, whose)
+    tensors = tensors_of(data, "an optimizer's ")
     text = metadata_of(data).get(key)
     if text is None:
         raise ValueError(
-            f"these {len(data)} bytes are not those of {whose}serialize(): their header has no "
-            f"{key!r}"
+            f"these {len(data)} bytes are not those of an optimizer's serialize(): their header "
+            f"has no {key!r}"
         )
     return tensors, json.loads(text)

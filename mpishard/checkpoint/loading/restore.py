@@ -46,8 +46,6 @@ def load(
     path: str | os.PathLike[str],
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None = None,
-    *,
-    training: CheckpointState | None = None,
 ) -> Document:
     """Restore a model, and its optimizer if given, from a checkpoint of any world size. Collective.
 
@@ -61,8 +59,6 @@ def load(
         Model with the parameters that were saved, under any strategy.
     optimizer : CheckpointableOptimizer, optional
         Optimizer whose rule has the state that was saved.
-    training : CheckpointState, optional
-        State of a training loop, of the kinds that were saved.
 
     Returns
     -------
@@ -72,9 +68,9 @@ def load(
     Raises
     ------
     TypeError, ValueError
-        If the path is not a path or is blank, or the model, the optimizer or ``training`` is not
-        checkpointable. Nothing has been communicated then. ValueError if one rank restores an
-        optimizer or a training loop, and another does not.
+        If the path is not a path or is blank, or the model or the optimizer is not checkpointable.
+        Nothing has been communicated then. ValueError if one rank restores an optimizer, and
+        another does not.
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
@@ -82,11 +78,11 @@ def load(
         it, all do.
     """
     check_path("the path of a checkpoint", path)
-    require_checkpointable(model, optimizer, training)
+    require_checkpointable(model, optimizer)
     saved = model.checkpointed()
     with same_outcome(saved.backend, saved.subject):
         # A view of an optimizer may raise on some ranks only.
-        states = states_of(model, optimizer, training)
+        states = states_of(model, optimizer)
     return load_states(path, model, states)
 
 

@@ -29,7 +29,6 @@ def save(
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None = None,
     *,
-    training: CheckpointState | None = None,
     metadata: Metadata | None = None,
 ) -> None:
     """Save a model, and its optimizer if given. Collective.
@@ -42,8 +41,6 @@ def save(
         Model whose parameters are saved.
     optimizer : CheckpointableOptimizer, optional
         Optimizer whose state is saved, too.
-    training : CheckpointState, optional
-        Arrays of a training loop for each parameter. Their kinds are ``"training/<name>"``.
     metadata : mapping, optional
         Values that JSON can represent, by name, with strings as keys. NaN and infinities are
         allowed. Those of rank 0 are saved, and `load` returns them.
@@ -51,15 +48,15 @@ def save(
     Raises
     ------
     TypeError, ValueError
-        If the path is not a path or is blank, or the model, the optimizer or ``training`` is not
-        checkpointable. Nothing has been communicated then.
+        If the path is not a path or is blank, or the model or the optimizer is not checkpointable.
+        Nothing has been communicated then.
     ValueError, TypeError, CheckpointError
         As for `write_checkpoint`, on every rank. The checkpoint at ``path`` is then unchanged.
     """
     check_path("the path of a checkpoint", path)
-    require_checkpointable(model, optimizer, training)
+    require_checkpointable(model, optimizer)
     # Only rank 0 makes the target, and if that raises, all ranks raise.
-    begin_save(lambda: Target(path), model, optimizer, training=training, metadata=metadata).wait()
+    begin_save(lambda: Target(path), model, optimizer, metadata=metadata).wait()
 
 
 def save_async(
@@ -67,7 +64,6 @@ def save_async(
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None = None,
     *,
-    training: CheckpointState | None = None,
     metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
 ) -> PendingSave:
@@ -78,7 +74,7 @@ def save_async(
 
     Parameters
     ----------
-    path, model, optimizer, training, metadata
+    path, model, optimizer, metadata
         As for `save`.
     staging : StagingBuffer, optional
         Host memory for the copy, which can be kept from save to save. Only one save at a time may
@@ -95,14 +91,13 @@ def save_async(
         As for `save`, for errors that are found before anything is written.
     """
     check_path("the path of a checkpoint", path)
-    require_checkpointable(model, optimizer, training)
+    require_checkpointable(model, optimizer)
     if staging is not None:
         require_type("staging", staging, StagingBuffer)
     return begin_save(
         lambda: Target(path),
         model,
         optimizer,
-        training=training,
         metadata=metadata,
         # Without a buffer, training would change arrays before they are written.
         staging=StagingBuffer() if staging is None else staging,
@@ -153,15 +148,14 @@ def begin_save(
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None = None,
     *,
-    training: CheckpointState | None = None,
     metadata: Mapping[str, object] | None = None,
     staging: StagingBuffer | None = None,
-    states: Mapping[str, CheckpointState] | None = None,
+    states: Callable[[], Mapping[str, CheckpointState]] | None = None,
 ) -> PendingSave:
     """Begin to save to the target that ``make_target`` returns on rank 0. Collective.
 
-    Without ``staging`` no array may change before the save is done. If there are ``states``, by
-    name, only these are saved.
+    Without ``staging`` no array may change before the save is done. ``states`` returns the states
+    to save by name; by default, those of the model and the optimizer.
     """
     saved = model.checkpointed()
 
@@ -171,7 +165,7 @@ def begin_save(
         arrays: dict[str, Any] = {}
         # None marks a state that is not saved. A load that needs it is refused with that reason.
         document: Document = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
-        for name, state in (states or states_of(model, optimizer, training)).items():
+        for name, state in (states() if states else states_of(model, optimizer)).items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())
         return Content(saved.parameters(), saved.dtype, arrays, document)
@@ -195,7 +189,7 @@ def save_states(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model)
-    begin_save(lambda: Target(path), model, states=states).wait()
+    begin_save(lambda: Target(path), model, states=lambda: states).wait()
 
 
 def write_checkpoint(

@@ -22,7 +22,6 @@ from mpishard.nn import Context, KeyValueCache
 from mpishard.pipeline import (
     IPipelineStage,
     PipelineExecutor,
-    PipelineRecord,
     most_saved,
 )
 from mpishard.sharding import ShardingConfiguration, Unit
@@ -74,8 +73,6 @@ class MeshProgram(LayeredProgram):
                 if group is not None and is_here:
                     self._tie_groups[name] = group
         self._executors: dict[int, PipelineExecutor] = {}
-        self.last_record = PipelineRecord()
-        """Times at which each operation of the last training pass waited and computed."""
 
     def _make_vector(self) -> ModelVector:
         """Return the layout of the model's vector over the ranks. Collective."""
@@ -185,7 +182,7 @@ class MeshProgram(LayeredProgram):
         assert batch.loss is not None
         loss = self.loss_here(batch.loss)
         run = StageRun(self, parameters, replace(batch, loss=loss), gradients)
-        self.last_record = self._executor(self.micro_batch_count).run(run)
+        self._executor(self.micro_batch_count).run(run)
         # Each stage that uses a shared parameter has a copy of it, and a part of its gradient.
         for unit in self.units:
             if unit.index not in self.layout.shared_units or unit.index in self.frozen_units:

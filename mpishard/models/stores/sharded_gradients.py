@@ -47,12 +47,10 @@ class ShardedGradients(GradientStore):
         # the flat vector.
         self._pieces: dict[int, Piece] = {}
         self._shifts: dict[int, int] = {}
-        self._whole: dict[int, slice] = {}  # the unit's range in a pooled buffer
         position = 0
         for piece in layout.pieces():
             if piece.unit.index not in layout.frozen:
                 self._pieces[piece.unit.index] = piece
-                self._whole[piece.unit.index] = slice(piece.unit.length)
                 self._shifts[piece.unit.index] = position - piece.start
                 position += piece.length
         self._shard_length = position
@@ -109,9 +107,9 @@ class ShardedGradients(GradientStore):
             return array, True
         slot = self._open.get(unit.index)
         if slot is not None:
-            return slot.mine[self._whole[unit.index]], False
+            return slot.mine[: unit.length], False
         slot = self._open[unit.index] = self._take_slot()
-        target = slot.mine[self._whole[unit.index]]
+        target = slot.mine[: unit.length]
         if earlier is not None:
             # A round's sum travels as any gradient does. Otherwise ranks with different rounds
             # would issue different calls, and no count of batches could be compared.
@@ -125,7 +123,7 @@ class ShardedGradients(GradientStore):
             return
         carrier = slot = self._open.pop(unit.index)
         loans: list[GiveBack] = [partial(self._free.append, slot)]
-        compression, whole = self._compression, self._whole[unit.index]
+        compression, whole = self._compression, slice(unit.length)
         if compression is not None:
             while not compression.free:
                 self._finish_oldest()

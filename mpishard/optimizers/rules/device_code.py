@@ -89,7 +89,7 @@ class _Translation:
         self._globals = inspect.getclosurevars(function).globals
         self._name = f"update{function.__name__}"
         self._arrays = dict(zip(names, missing, strict=False))  # name -> whether it is None
-        self._p, self._g = names[:2]
+        self._g = names[1]
         self._factors = names[len(missing) :]
         self._clips = clips
         self._locals: list[str] = []

@@ -133,7 +133,7 @@ class StateBytes:
         ValueError
             For other or torn bytes.
         """
-        tensors, metadata = tensors_and_document(data, _HEADER, "an optimizer's ")
+        tensors, metadata = tensors_and_document(data, _HEADER)
         require_form(metadata, STATE_FORM, "the metadata of these bytes")
         arrays: dict[str, Tensors] = {}
         for key, tensor in tensors.items():
