@@ -691,20 +691,10 @@ def test_a_job_of_threads(file: str, without_mpi: None) -> None:
     assert "libmpi.so.12 is missing" in ended.stderr
 
 
-@pytest.mark.spawned
 def test_a_job_on_a_mesh_has_the_schedule_of_the_factory(file: str, without_mpi: None) -> None:
-    ended = verify(
-        f"{file}:scheduled",
-        "--strategy",
-        "hybrid",
-        "-n",
-        "4",
-        "--pipeline-parallel-size",
-        "2",
-        "--steps",
-        "2",
-    )
-    assert ended.returncode == 0, ended.stderr
+    options = ["--strategy", "hybrid", "--pipeline-parallel-size", "2", "--steps", "2"]
+    ended = CliRunner().invoke(app, ["verify", f"{file}:scheduled", "-n", "4", *options])
+    assert ended.exit_code == 0, ended.output
     first, *_, last = ended.stdout.splitlines()
     mesh = "2 pipeline x 1 tensor x 2 data, schedule=zb-v, micro_batch_count=4"
     assert f"hybrid ({mesh}) on 4 thread-ranks against training alone" in first

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 
@@ -31,15 +31,6 @@ def raising_rank_without_stderr():
         os.close(2)
         raise ValueError("nobody can read this")
     backend.barrier()
-
-
-def raising_rank():
-    backend = mpishard.init()
-    backend.all_reduce(LONG)
-    print(f"before the failure on rank {backend.rank}")
-    if backend.rank == 1:
-        raise ValueError("boom on one rank")
-    backend.all_reduce(LONG)
 
 
 def leaving_is_caught():
@@ -69,23 +60,11 @@ def messages_nobody_takes():
 
 
 def exit_3_everywhere():
+    """Rank 1 does in a with block."""
     backend = mpishard.init()
-    backend.barrier()
-    sys.exit(3)
-
-
-def exit_3_in_with():
-    with mpishard.init() as backend:
+    with backend if backend.rank == 1 else nullcontext():
         backend.barrier()
         sys.exit(3)
-
-
-def killed_rank():
-    backend = mpishard.init()
-    backend.barrier()
-    if backend.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    backend.barrier()
 
 
 def hang():
@@ -148,22 +127,22 @@ def killed_rank_in_the_arena():
     backend.barrier()
 
 
-class Breaks(mpishard.nn.Linear):
-    """A layer that ends rank 1 in its second forward pass: by an exception, or by a signal."""
-
-    passes = 0
-
-    def forward(self, p, x, context):
-        self.passes += context.training
-        if mpishard.init().rank == 1 and self.passes == 2:
-            if sys.argv[2] == "raise":
-                raise ValueError("boom in micro-batch 2")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(p, x, context)
-
-
 def breaks_in_a_micro_batch():
     """Arguments: how, and the sizes of pipeline and tensor axes."""
+
+    class Breaks(mpishard.nn.Linear):  # here, because the other scenarios need no layers
+        """A layer that ends rank 1 in its second forward pass: by an exception, or by a signal."""
+
+        passes = 0
+
+        def forward(self, p, x, context):
+            self.passes += context.training
+            if backend.rank == 1 and self.passes == 2:
+                if sys.argv[2] == "raise":
+                    raise ValueError("boom in micro-batch 2")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(p, x, context)
+
     backend = mpishard.init()
     sizes = [int(size) for size in sys.argv[3:]]
     layers = [Breaks(8, 8) for _ in range(backend.world_size)]
@@ -173,7 +152,7 @@ def breaks_in_a_micro_batch():
         plain, mpishard.ShardingConfiguration(backend), *sizes, micro_batch_count=4, schedule="1f1b"
     )
     model.predict(np.ones((4, 8)))
-    print("predicted on rank", backend.rank, flush=True)
+    print("predicted on rank", backend.rank)
     backend.barrier()
     model.train(np.ones((8, 8)), np.ones((8, 8)))
     print("trained", flush=True)

@@ -63,12 +63,6 @@ def job(scenario, ranks=2, *, first_on_path=(), shell="", by_run=False, **extra)
 
 
 @needs_mpi
-def test_output_before_a_failure_is_not_lost():
-    ended = job("raising_rank")
-    assert "before the failure on rank 1" in ended.out, ended
-
-
-@needs_mpi
 @pytest.mark.parametrize("by_run", [False, True])
 def test_a_failure_of_a_rank_without_stderr_is_reported(by_run):
     ended = job("raising_rank_without_stderr", by_run=by_run)
@@ -86,51 +80,31 @@ def test_a_rank_that_left_can_be_survived():
 
 
 @needs_mpi
-@pytest.mark.parametrize("scenario", ["exit_3_everywhere", "exit_3_in_with"])
-def test_exit_codes_of_the_script_are_kept(scenario):
-    ended = job(scenario)
+def test_exit_codes_of_the_script_are_kept():
+    ended = job("exit_3_everywhere")
     assert ended.code == 3, ended
     assert "mpishard" not in ended.err, ended
 
 
 @needs_mpi
-def test_a_killed_rank_ends_the_job():
-    ended = job("killed_rank", 3)
-    assert ended.code != 0, ended
-    assert ended.seconds < 10, ended
-
-
-@needs_mpi
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, "1 2"), (4, "2 2")])
-def test_an_exception_in_a_micro_batch_ends_the_job_and_names_the_rank(ranks, sizes):
-    ended = job(f"breaks_in_a_micro_batch raise {sizes}", ranks)
+def test_an_exception_in_a_micro_batch_ends_the_job_and_names_the_rank():
+    ended = job("breaks_in_a_micro_batch raise 2 2", 4)
     assert ended.code == 1, ended
     assert ended.seconds < 10, ended
-    assert f"rank 1 of {ranks}" in ended.err, ended
+    assert "rank 1 of 4" in ended.err, ended
     assert "ValueError: boom in micro-batch 2" in ended.err, ended
     assert ended.err.count("the job ends") == 1, ended
-    assert ended.out.count("predicted") == ranks, ended
+    assert ended.out.count("predicted") == 4, ended  # what lay in a buffer is not lost
     assert "trained" not in ended.out, ended
-
-
-@needs_mpi
-def test_a_rank_that_is_killed_in_a_pipeline_ends_the_job():
-    ended = job("breaks_in_a_micro_batch kill 3 1", 3)
-    assert ended.code != 0, ended
-    assert ended.seconds < 10, ended
-    assert "trained" not in ended.out, ended
-    ended = job("breaks_in_a_micro_batch kill 3 1", 3, shell="; sleep 60")
-    assert ended.code != 0, ended
-    assert ended.seconds < 10, ended
-    assert "the process of rank 1 of 3 is gone" in ended.err, ended
 
 
 @needs_mpi
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
-def test_a_killed_job_leaves_no_shared_memory_of_mpishard():
+def test_a_killed_rank_ends_the_job_and_leaves_no_shared_memory_of_mpishard():
     before = set(Path("/dev/shm").iterdir())
     ended = job("killed_rank_in_the_arena")
     assert ended.code != 0, ended
+    assert ended.seconds < 10, ended
     assert ended.out.count("trained on rank") == 2, ended
     # What the MPI library leaves has names of its own.
     left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
@@ -138,7 +112,7 @@ def test_a_killed_job_leaves_no_shared_memory_of_mpishard():
 
 
 @needs_mpi
-@pytest.mark.parametrize("scenario", ["killed_rank", "quits_rank"])
+@pytest.mark.parametrize("scenario", ["breaks_in_a_micro_batch kill 3 1", "quits_rank"])
 def test_survivors_name_the_dead_rank_if_the_launcher_spares_them(scenario):
     """Slurm does by default. Here the launcher starts shells, and does not see who is gone.
 
@@ -150,6 +124,7 @@ def test_survivors_name_the_dead_rank_if_the_launcher_spares_them(scenario):
     assert ended.code != 0, ended
     assert ended.seconds < 10, ended
     assert "the process of rank 1 of 3 is gone" in ended.err, ended
+    assert "trained" not in ended.out, ended
 
 
 @pytest.mark.timeout(60)
@@ -187,7 +162,7 @@ def test_the_wait_for_a_rank_that_never_comes_is_limited(scenario, waits, says):
      )
      for way in ("plain", "job's folder", "mpishard run")
      # mpishard run makes that folder for each job.
-     if IS_FULL or way != "job's folder" or scenario == "stopped_in_a_collective"],
+     if IS_FULL or way != "job's folder"],
 )  # fmt: skip
 def test_a_rank_that_is_stopped_is_named(scenario, where, way, tmp_path):
     has_folder, by_run = way != "plain", way == "mpishard run"

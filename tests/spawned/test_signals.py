@@ -16,6 +16,9 @@ from spawned_jobs import MPIEXEC, Job, needs_mpiexec
 
 SCENARIOS = Path(__file__).with_name("signal_scenarios.py")
 LIMIT = 30
+IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
+REPEATED = (("thread", "end"), ("atexit", "shutdown"), ("finalization", "shutdown"))
+"""Ends of a rank that differ from others only in where Python waits."""
 
 pytestmark = [pytest.mark.spawned, needs_mpiexec]
 
@@ -145,30 +148,36 @@ def test_a_finished_rank_reports_once_for_whom_it_waits():
     assert re.search(said, ended.err), ended
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [("MPISHARD_ARENA=off", "MPISHARD_ARENA is auto on rank 0, off on rank 1. "),
-     ("MPISHARD_TRACE=/tmp/mpishard-no-traces MPISHARD_VIRTUAL_NODES=2",
-      "MPISHARD_TRACE is not set on rank 0, set on rank 1; MPISHARD_VIRTUAL_NODES is 1 on")],
-)  # fmt: skip
-def test_a_setting_that_differs_between_ranks_is_named_on_all(given, words):
+def test_each_setting_that_differs_between_ranks_is_named_on_all():
+    given = "MPISHARD_ARENA=off MPISHARD_TRACE=/tmp/mpishard-no-traces MPISHARD_VIRTUAL_NODES=2"
     ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended  # each rank has caught it
+    words = (
+        "MPISHARD_ARENA is auto on rank 0, off on rank 1; "
+        "MPISHARD_TRACE is not set on rank 0, set on rank 1; "
+        "MPISHARD_VIRTUAL_NODES is 1 on rank 0, 2 on rank 1. "
+    )
     for rank in range(2):
         assert f"rank {rank}: init(): {words}" in ended.out, ended
 
 
-@pytest.mark.parametrize("given", ["MPISHARD_ARENA=AUTO", "MPISHARD_NUMBA=auto"])
-def test_equal_settings_do_not_differ(given):
-    ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
+def test_equal_settings_do_not_differ():
+    ended = run("settings_differ MPISHARD_ARENA=AUTO MPISHARD_NUMBA=auto", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended
     assert "differ" not in ended.out + ended.err, ended
     assert "init()" not in ended.out, ended
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("leaves", ["end", "shutdown"])
-@pytest.mark.parametrize("where", ["script", "thread", "atexit", "finalization"])
+@pytest.mark.parametrize(
+    ("where", "leaves"),
+    [
+        (where, leaves)
+        for where in ("script", "thread", "atexit", "finalization")
+        for leaves in ("end", "shutdown")
+        if IS_FULL or (where, leaves) not in REPEATED
+    ],
+)
 def test_the_wait_for_a_rank_that_does_not_end_is_limited(where, leaves):
     limits = {"MPISHARD_TIMEOUT": "1", "MPISHARD_WARN_AFTER": "1", "MPISHARD_EXIT_TIMEOUT": "2"}
     ended = run(f"does_not_end {where} {leaves}", **limits)

@@ -179,11 +179,12 @@ def _unmapped(paths: Iterable[Path], processes: Path = Path("/proc")) -> dict[Pa
     # Read after the files were listed, because a job may have mapped one meanwhile. Compared by
     # name, because in another container the folder may have another path.
     mapped = set()
+    inodes = {str(status.st_ino) for status in found.values()}
     for maps in processes.glob("[0-9]*/maps") if found else ():
         with suppress(OSError):  # the process has ended, or is another user's
             for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6:
+                if len(fields) == 6 and fields[4] in inodes:
                     mapped.add((Path(fields[5]).name, int(fields[4])))
     return {
         path: status for path, status in found.items() if (path.name, status.st_ino) not in mapped
