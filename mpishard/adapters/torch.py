@@ -198,6 +198,12 @@ class TorchModel(PlacedVectorModel):
         """
         return self._placed.buffers.share_changed_state(ranks)
 
+    def kept_state(self) -> object:
+        return self._placed.buffers.copies()
+
+    def restore_state(self, kept: Any) -> None:
+        self._placed.buffers.restore(kept)
+
     @property
     def may_use_some(self) -> bool:
         return True

@@ -275,6 +275,10 @@ class BackwardPasses:
             plain(gradient).detach().add_(self._view(part))
             part.show_assigned(gradient)
 
+    def forget_local(self, gradient: torch.Tensor) -> None:
+        """Let the next sum over ranks not have what passes inside `no_sync` added to a gradient."""
+        self._waiting = {n: kept for n, kept in self._waiting.items() if kept is not gradient}
+
     def _view(self, part: OwnedParameter) -> torch.Tensor:
         """Return the gradient of a part, as a tensor in the store's memory."""
         if self._has_local and not isinstance(self._gradients, ReplicatedGradients):

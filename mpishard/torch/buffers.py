@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,6 +112,22 @@ class Buffers:
     def _take_rank_zeros(self, backend: CommunicationBackend) -> None:
         _send([*self._present().values()], backend)
         self._known = self._checksum()
+
+    def copies(self) -> list[Any]:
+        """Return the buffers, and copies of their values, for `restore`."""
+        return [
+            (holder, name, tensor, None if tensor is None else tensor.detach().clone())
+            for holder in modules_of(self._module)
+            for name, tensor in holder._buffers.items()
+        ]
+
+    def restore(self, copies: list[Any]) -> None:
+        """Give modules the buffers of `copies`, and these the values that they had."""
+        for holder, name, tensor, values in copies:
+            if name not in holder._buffers or holder._buffers[name] is not tensor:
+                holder._buffers[name] = tensor
+            if tensor is not None:
+                write(tensor, values)
 
     def share_changed_state(self, backend: CommunicationBackend) -> bool:
         """Send the buffers of rank 0 to every rank if any rank's have changed. Collective.

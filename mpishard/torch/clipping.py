@@ -17,8 +17,13 @@ from mpishard.torch.parameters import OwnedParameter
 from mpishard.torch.sharded import module_of, owned_parameter
 
 
-def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
-    """Return the p-norm of the gradients over all parts and ranks. Collective."""
+def norm_of(
+    parts: Sequence[OwnedParameter], order: float = 2.0, max_norm: float = math.inf
+) -> float:
+    """Return the p-norm of the gradients over all parts and ranks. Collective.
+
+    ``max_norm`` must be the same on all ranks.
+    """
     is_largest = math.isinf(order)
     add = max if is_largest else operator.add
     sums = {True: 0.0, False: 0.0}  # Of gradients that are split, and of whole gradients.
@@ -36,12 +41,18 @@ def norm_of(parts: Sequence[OwnedParameter], order: float = 2.0) -> float:
         # Ranks may give the parameters in any order.
         given = sorted((part.owner.layout.subject, part.index) for part in parts)
         mark = zlib.crc32(np.array(given).tobytes())
-        row = np.array([[sums[True], mark]])
+        row = np.array([[sums[True], mark, order, max_norm]])
         rows = parts[0].owner.backend.all_gather(row, subject=given[0][0])
         if (rows[:, 1] != mark).any():
             raise ShardingError(
                 "the ranks compute the norm of the gradients of different parameters: give "
                 "clip_grad_norm_() the same on every rank"
+            )
+        if len(np.unique(rows[:, 2:], axis=0)) > 1:
+            given_norms = ", ".join(f"{limit:g} of order {p:g}" for p, limit in rows[:, 2:])
+            raise ShardingError(
+                f"the ranks clip gradients to different norms (max_norm by rank: {given_norms}); "
+                "give clip_grad_norm_() the same on every rank"
             )
         norms = rows[:, 0]
         sums[True] = float(norms.max() if is_largest else norms.sum())
@@ -78,7 +89,8 @@ def clip_grad_norm_(
         If ``norm_type`` is not above 0, or not 2 with a complex parameter.
     ShardingError
         If a parameter is not one of a sharded model, or the last ``backward()`` was inside
-        `no_sync`. On every rank, if ranks give different parameters, except under DDP.
+        `no_sync`. On every rank, if ranks give different parameters or norms; under DDP the next
+        step raises it.
     RuntimeError
         If the norm is not finite and ``error_if_nonfinite`` is True. Every rank raises it, and
         nothing has changed.
@@ -100,7 +112,7 @@ def clip_grad_norm_(
     owners = list(dict.fromkeys(part.owner for part in parts))
     for owner in owners:
         owner.require_reduced("clip_grad_norm_()")
-    total = norm_of(parts, norm_type)
+    total = norm_of(parts, norm_type, max_norm)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
@@ -109,10 +121,12 @@ def clip_grad_norm_(
     # torch.nn.utils.clip_grad_norm_ adds 1e-6, too, so that both give the same numbers.
     factor = max_norm / (total + 1e-6)
     if not factor >= 1:  # This is True for NaN, too, as in PyTorch.
+        mark = zlib.crc32(f"{max_norm} {norm_type}".encode())
         for part in parts:
             gradient = part.present_gradient()
             if gradient is not None:
                 plain(gradient).mul_(factor)
+                part.note_change(gradient, mark)
                 part.show_assigned(gradient)
     dtype = parts[0].tensor.dtype if parts else torch.float32
     return torch.tensor(total, dtype=dtype)

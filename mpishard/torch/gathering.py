@@ -213,7 +213,8 @@ class _Gathered:
     """Tensor in the memory of a unit. An operation on it gathers the unit first."""
 
     _units: tuple[GatheredUnits, int]
-    _name: str
+    _name: str = "of a view"
+    _views: Any  # Those of `StoredParameter`.
 
     @classmethod
     @called_as("an operation on a parameter")
@@ -269,15 +270,21 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         elif changes:
             source, unit = args[0]._units
             source.require_equal(unit, args[0], args[0]._name)
-        named = args[0]._name if args and isinstance(args[0], _Gathered) else "of a view"
-        follow = functools.partial(_follow, list(needed), uses, named)
+        first = args[0] if args and isinstance(args[0], _Gathered) else None
+        follow = functools.partial(_follow, list(needed), uses, first)
         return tree_map_only(torch.Tensor, follow, result)
 
 
 def _follow(
-    sources: Sequence[GatheredUnits], uses: Sequence[Callable[..., None]], name: str, result: Any
+    sources: Sequence[GatheredUnits],
+    uses: Sequence[Callable[..., None]],
+    first: _Gathered | None,
+    result: Any,
 ) -> Any:
-    """Prepare a result, so that its backward pass, or operations on a view, gather the units."""
+    """Prepare a result, so that its backward pass, or operations on a view, gather the units.
+
+    ``first`` is the first argument of the operation if it has memory of a unit.
+    """
     if isinstance(result, _Gathered) or result.layout is not torch.strided:
         return result
     if is_functorch_wrapped_tensor(result):
@@ -285,25 +292,57 @@ def _follow(
         inner = result
         while inner is not None:
             if inner.grad_fn is not None:
-                inner.grad_fn.register_prehook(functools.partial(_before_backward, uses))
+                _gather_in_backward(inner.grad_fn, uses)
             inner = get_unwrapped(inner) if is_functorch_wrapped_tensor(inner) else None
         return result
     storage = result.untyped_storage()._cdata
     for source in sources:
         if storage in source.units:
             view = result.as_subclass(_GatheredView)
-            view._units, view._name = (source, source.units[storage]), name
+            view._units = source, source.units[storage]
+            if first is not None:
+                view._name, view._views = first._name, first._views
+                if not view.requires_grad:  # Otherwise it belongs to a graph.
+                    view._views[id(view)] = view
             return view
     if result.grad_fn is not None:
-        result.grad_fn.register_prehook(functools.partial(_before_backward, uses))
+        _gather_in_backward(result.grad_fn, uses)
     return result
 
 
+def _gather_in_backward(node: Any, uses: Sequence[Callable[..., None]]) -> None:
+    """Let autograd gather units before it differentiates an operation, ``node`` of its graph."""
+    # Number of nodes that this thread has made before the operation is differentiated.
+    before = [0]
+    node.register_prehook(functools.partial(_before_backward, uses, before))
+    node.register_hook(functools.partial(_after_backward, uses, before))
+
+
 @called_as("backward()")
-def _before_backward(uses: Sequence[Callable[..., None]], _gradients: object) -> None:
+def _before_backward(
+    uses: Sequence[Callable[..., None]], before: list[int], _gradients: object
+) -> None:
     """Gather units before autograd differentiates an operation that used them. Collective."""
     for use in uses:
         use(is_training=True)
+    before[0] = torch._C._autograd._get_sequence_nr()
+
+
+def _after_backward(
+    uses: Sequence[Callable[..., None]], before: list[int], gradients: Any, _: object
+) -> None:
+    """Prepare the operations of a derivative with a graph of its own for derivatives of it."""
+    if not torch.is_grad_enabled():  # create_graph is False.
+        return
+    waiting = [gradient.grad_fn for gradient in gradients if gradient is not None]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen and node._sequence_nr() >= before[0]:
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+            if "Accumulate" not in node.name():
+                _gather_in_backward(node, uses)
 
 
 def _gathering_first(wrap: Callable[..., Any]) -> Callable[..., Any]:

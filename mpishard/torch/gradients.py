@@ -131,7 +131,7 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
             raise ShardingError(
                 f"the gradient of {self._owned.entry.name!r} is not reduced over the ranks yet, "
                 "because its backward() was inside no_sync(): use the gradient of the first "
-                "backward() after it"
+                "backward() after it, or make it 0 by zero_()"
             )
 
     def __repr__(self, **_: object) -> str:
@@ -165,6 +165,15 @@ class GradientPart(torch.Tensor):  # type: ignore[misc]
         if name in _OF_FORM:
             return function(_form(first), *args[1:], **kwargs)
         parts = [x for x in tree_iter((args, kwargs)) if isinstance(x, cls)]
+        if name in ("zero_", "_foreach_zero_"):  # zero_grad(set_to_none=False) calls these.
+            local = {id(part): part for part in parts if part._is_local}
+            for part in local.values():
+                part._owned.clear_local(part)
+            if local:
+                for other in tree_iter(args):
+                    if id(other) not in local:
+                        other.zero_()
+                return first if name == "zero_" else None
         for part in parts:
             part._require_reduced()
         if _is_elementwise(name, parts, args, kwargs):

@@ -23,6 +23,7 @@ _IS_RANK = re.compile(
 )
 _IS_OPTIMIZER = re.compile(r"opt(?!ion)", re.IGNORECASE)
 _IS_MODEL = re.compile(r"opt(?!ion)|model|net|module", re.IGNORECASE)
+_CALL = "state_dict"
 _MOST_FILES = 50
 _NOT_OF_USERS = (str(Path(__file__).resolve().parents[1]), str(Path(os.__file__).resolve().parent))
 
@@ -37,10 +38,13 @@ def warn_of_lone_saves(*, gathers: bool) -> None:
     """
     for path in _files():
         try:
-            tree = ast.parse(path.read_text())
-        except (OSError, SyntaxError, ValueError):
+            source = path.read_text()
+            found = lone_saves(ast.parse(source), gathers=gathers) if _CALL in source else []
+        # Before 3.11.8 and 3.12.2 Python raises a SystemError, and a RecursionError for a source
+        # of no depth, if two threads parse at once.
+        except (OSError, SyntaxError, ValueError, RecursionError, SystemError):
             continue
-        for line, text in lone_saves(tree, gathers=gathers):
+        for line, text in found:
             _log.warning(
                 "%s:%d: %s is collective here, and this line seems to call it on one rank, which "
                 "would end the job there. Call it on every rank, and save on rank 0:\n"

@@ -73,6 +73,22 @@ class StoredParameter:
         self.unit = unit
         self.parameter = parameter
         self.unchecked: int | None = None  # A checksum of changes that `Changes` will compare.
+        # Views of the parameter's memory that the user may still have, such as p.data, by id.
+        self.views: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def part_with_views(self) -> None:
+        """Give the user's views memory of their own.
+
+        With ``p.data = values`` PyTorch gives a parameter other memory, and earlier views keep
+        their values. Here the parameter stays in its memory, and gets the values.
+        """
+        views = [*self.views.values()]
+        self.views.clear()
+        for view in views:
+            own = view.detach().clone()  # This gathers a parameter that is not in memory.
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.data.__set__(view, plain(own))
+                view.__class__ = torch.Tensor
 
     def note_version(self) -> None:
         """Remember the parameter's number of changes in place, all of which are counted."""
@@ -176,12 +192,16 @@ class OwnedTensor(torch.nn.Parameter):  # type: ignore[misc]
     @property
     def data(self) -> torch.Tensor:
         # PyTorch counts changes of a detached tensor with those of this one.
-        return self.detach()
+        values = self.detach()
+        self._owned.views[id(values)] = values
+        return values
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         # It stays in the ranks' memory.
-        self.detach().copy_(values.detach().view_as(self))
+        if values.data_ptr() != self.data_ptr():
+            self._owned.part_with_views()
+            self.detach().copy_(values.detach().view_as(self))
 
     @property
     def grad(self) -> Any:
@@ -227,6 +247,8 @@ class OwnedParameter(StoredParameter):
     # This rank's part of a gradient that the user has assigned whole, the user's tensor, and the
     # number of its changes.
     _assigned: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    # The number of changes of `stored_gradient`, and their checksum, if a rank has it whole.
+    _noted = 0, 0
 
     def __init__(
         self, owner: Any, index: int, entry: ParameterEntry, unit: Unit, parameter: torch.Tensor
@@ -316,7 +338,14 @@ class OwnedParameter(StoredParameter):
             self.stored_gradient = stored
         if is_part:
             stored._changes[0] = 0
+        self.note_change(stored, 0)
         native_gradient.__set__(self.tensor, stored)
+
+    def note_change(self, gradient: Any, mark: int) -> None:
+        """Let ``mark`` be the checksum of the changes of `stored_gradient`, if it is this one."""
+        if gradient is self.stored_gradient and not self.owner.shards_state:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._noted = gradient._version, mark
 
     def hand_out(self) -> Any:
         """Return the ``grad`` of `tensor` to the user, who may keep it, and views of it.
@@ -340,22 +369,47 @@ class OwnedParameter(StoredParameter):
 
         If this rank has the whole gradient and ``of_values`` is True, it is one of its values.
         """
-        gradient = self.present_gradient()
+        gradient: Any = self.present_gradient()
         if gradient is None or self.owner.backend.world_size == 1:
             return 0
         if self.owner.shards_state:
             return int(vars(gradient).get("_changes", [0])[0])
-        return checksum(gradient) if of_values or gradient is not self.stored_gradient else 0
+        if gradient is self.stored_gradient and not of_values:
+            # PyTorch's own clipping changes it in place.
+            with torch._C.DisableTorchFunctionSubclass():
+                version, mark = self._noted
+                if gradient._version == version:
+                    return mark
+        return checksum(gradient)
+
+    def clear_local(self, gradient: Any) -> None:
+        """Make a gradient of the user's 0 that is not reduced over the ranks yet."""
+        self.owner.passes.forget_local(gradient)
+        if gradient is self.stored_gradient:  # Its memory is that of the next pass.
+            zeros: Any = torch.zeros_like(self.tensor, requires_grad=False)
+            zeros = zeros.as_subclass(torch.Tensor)
+            zeros = GradientPart.of(self, zeros) if self.gives_parts else zeros
+            native_gradient.__set__(self.tensor, zeros)
+            return
+        self.note_local(gradient, is_local=False)
+        plain(gradient).detach().zero_()
+        if self._assigned is not None and self._assigned[0] is gradient:
+            value = self._assigned[1].detach().zero_()
+            self._assigned = gradient, self._assigned[1], value._version
 
     def note_local(self, gradient: Any, *, is_local: bool) -> None:
         """Let a gradient of the user's refuse its uses while it is not reduced over the ranks."""
+        assigned = self._assigned
+        # A tensor that the user has assigned, of which `gradient` is a part, is not complete then.
+        if assigned is not None and assigned[0] is gradient and assigned[1] is not gradient:
+            self.note_local(assigned[1], is_local=is_local)
         if type(gradient) is GradientPart:
             gradient._is_local = is_local
-            if not self.gives_parts:
-                gradient.__class__ = GradientPart if is_local else torch.Tensor
+            if vars(gradient).get("_is_whole") and not is_local:
+                gradient.__class__ = torch.Tensor
         elif is_local and type(gradient) is torch.Tensor:
             gradient._reference, gradient._is_local = weakref.ref(self), True
-            gradient._changes = [0]
+            gradient._changes, gradient._is_whole = [0], True
             gradient.__class__ = GradientPart
 
     def restore_gradient(self) -> None:
@@ -386,10 +440,14 @@ class OwnedParameter(StoredParameter):
                 f"the gradient of {entry.name!r} has shape {self.shape}; got {kind} of shape "
                 f"{tuple(value.shape)}"
             )
-        if not self.gives_parts or (isinstance(value, GradientPart) and value._owned is self):
+        is_part = isinstance(value, GradientPart) and not vars(value).get("_is_whole")
+        if not self.gives_parts or (is_part and value._owned is self):
             native_gradient.__set__(self.tensor, value)
             return
-        value = value.full_tensor() if isinstance(value, GradientPart) else plain(value).detach()
+        if isinstance(value, GradientPart):
+            value = value.full_tensor()
+        elif type(value) is not torch.Tensor or value.requires_grad:
+            value = plain(value).detach()
         values = torch.empty(entry.size, dtype=self.tensor.dtype)
         self.whole(values).copy_(value)
         if owner.shards_state:
@@ -569,6 +627,7 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         if has_memory and _memory_of(tensor) == _memory_of(part.parameter):
             tensor = tensor.as_subclass(cls)
             tensor._stored = part
+            part.views[id(tensor)] = tensor
         return tensor
 
     @classmethod
@@ -625,7 +684,22 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
         if not isinstance(values, torch.Tensor) or _form(values) != _form(self):
             torch.Tensor.data.__set__(self, values)
         elif (values.data_ptr(), values.stride()) != (self.data_ptr(), self.stride()):
+            self._stored.part_with_views()
             self.data.copy_(values.detach())
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        # Parametrisations call it if the user assigns a value to the parametrised tensor.
+        if len(args) != 1 or kwargs or _form(args[0]) != _form(self):
+            return super().set_(*args, **kwargs)
+        self.data = args[0]
+        return self
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        raise ShardingError(
+            f"a hook of parameter {self._stored.entry.name!r} would run before its gradient is "
+            "reduced over the ranks, and find none in p.grad: read or change p.grad after "
+            "backward(), and let an optimizer update after it"
+        )
 
     def detach(self) -> torch.Tensor:  # `state_dict` calls it.
         return SharedValues.of(self._stored, super().detach())

@@ -145,7 +145,7 @@ class PlacedModule:
             Handle with a method ``remove``.
         """
         hook = functools.partial(_take_gradient, take)
-        return self.parameters[index].register_post_accumulate_grad_hook(hook)
+        return torch.Tensor.register_post_accumulate_grad_hook(self.parameters[index], hook)
 
     def require_roundable(self) -> None:
         """Refuse a module that cannot compute with parameters rounded to bfloat16.
@@ -188,7 +188,8 @@ class PlacedModule:
             if name not in held or held[name] is not parameter:
                 raise ShardingError(
                     f"parameter {entry.name!r} was replaced or deleted; no rank would reduce or "
-                    "save a new one, nor train it. Set its values instead, such as "
+                    "save a new one, nor train it. Tie, prune or replace parameters before the "
+                    "module is sharded, or set values, such as "
                     f"module.{name}.data = mpishard.torch.mean_over_ranks(values)"
                 )
             if not entry.trainable:
@@ -208,8 +209,9 @@ class PlacedModule:
                 raise ShardingError(
                     f"parameter {name!r} was frozen, or not in the module, when mpishard was given "
                     "it, and requires a gradient now: no rank would reduce, update or save it. "
-                    "Build the module whole before it is sharded; to freeze a parameter for some "
-                    "steps, let it require a gradient until then"
+                    "Build the module whole before it is sharded, or change and shard a "
+                    "copy.deepcopy() of it; to freeze a parameter for some steps, let it require "
+                    "a gradient until then"
                 )
 
     def distribute(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
@@ -267,12 +269,7 @@ def _check(module: torch.nn.Module) -> None:
         )
     # One walk, because a module may have many thousands of parts.
     parameters = [*module.named_parameters()]
-    taken = [name for name, p in parameters if isinstance(p, PlacedParameter)]
-    if taken:
-        raise ShardingError(
-            f"parameter {taken[0]!r} is sharded already; shard a module once, and each part of "
-            "two modules by one of them"
-        )
+    _check_users(parameters)
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     rescaled = [
         name for name, m in module.named_modules() if isinstance(m, embeddings) and m.max_norm
@@ -314,6 +311,23 @@ def _check(module: torch.nn.Module) -> None:
         raise ValueError(
             "all parameters must be float32 (complex64), or all float64 (complex128); "
             f"{found}; {way}"
+        )
+
+
+def _check_users(parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that another wrapper or a hook of the user uses."""
+    taken = [name for name, p in parameters if isinstance(p, PlacedParameter)]
+    if taken:
+        raise ShardingError(
+            f"parameter {taken[0]!r} is sharded already; shard a module once, and each part of "
+            "two modules by one of them"
+        )
+    hooked = [name for name, p in parameters if p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"{some(hooked)}: a hook of register_post_accumulate_grad_hook() would run before the "
+            "gradient is reduced over the ranks. Leave it out, and read or change p.grad after "
+            "backward()"
         )
 
 

@@ -221,6 +221,7 @@ class ShardedModule(Uncopied):
             part = parameter._stored
             if gathered is not None:
                 parameter._units, parameter._name = (gathered, part.unit.index), part.entry.name
+                parameter._views = part.views
             (own,) = self.parameters.owned([part.piece])
             shape = own.shape if self.shards_state else part.entry.shape
             trained = part.entry.trainable
@@ -440,7 +441,8 @@ def owned_parameter(parameter: torch.Tensor) -> OwnedParameter:
     raise ShardingError(
         f"a parameter of shape {tuple(parameter.shape)} is not a trained parameter of a sharded "
         "module: it was frozen, not there or without elements when the module was sharded, or the "
-        "parameters were collected before shard(). Give the module itself, or leave it out"
+        "parameters were collected before shard(). Give the module itself, and let a parameter "
+        "beside it be one of a module, such as model.scale = torch.nn.Parameter(..), before shard()"
     )
 
 

@@ -9,7 +9,12 @@ import pytest
 
 from mpishard import as_distributed, run_in_threads
 from mpishard.adapters import TorchModel
-from mpishard.errors import CollectiveMismatchError, PeerError, ShardingError
+from mpishard.errors import (
+    CollectiveMismatchError,
+    NonFiniteLossError,
+    PeerError,
+    ShardingError,
+)
 from mpishard.models import DDPModel, HybridShardedModel
 from mpishard.optimizers import SGD, AdamW, LocalSGDOptimizer
 from mpishard.sharding import ShardingConfiguration
@@ -85,6 +90,28 @@ def test_statistics_of_all_ranks_are_those_of_one_process(backend, strategy, pat
         mine = rows(step, backend.rank, backend.world_size)
         optimizer.step(model, X[mine], Y[mine])
     close(state_of(model), by_pytorch(STEPS))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@by_strategy
+@in_worlds(1, 2, 3)
+def test_a_refused_step_leaves_the_buffers_of_before(backend, strategy, joins):
+    model = wrap(backend, strategy, joins=joins)
+    optimizer = rule_for(model)
+    mine = rows(0, backend.rank, backend.world_size)
+    optimizer.step(model, X[mine], Y[mine])
+    before = state_of(model)
+    odd = np.where(backend.rank == 0, np.nan, X[mine])
+    for accumulates in (False, True):
+        if accumulates:
+            with model.accumulate():
+                optimizer.step(model, X[mine], Y[mine])
+        with pytest.raises(NonFiniteLossError):
+            optimizer.step(model, odd, Y[mine])
+        found = state_of(model)
+        assert all(np.array_equal(found[name], before[name]) for name in before)
+    optimizer.step(model, X[mine], Y[mine])
+    assert int(state_of(model)["1.num_batches_tracked"]) == 2
 
 
 @by_strategy

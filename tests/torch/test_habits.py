@@ -114,7 +114,7 @@ def a_loss_that_is_a_sum(kit: Kit) -> Any:
 
 def a_closure(kit: Kit) -> Any:
     """A physics-informed network: derivatives of the outputs, and ``step(closure)``."""
-    model = kit.shard(net(1, 6, 1))
+    model = kit.shard(net(1, 4, 4, 4, 1))  # more units than are gathered at a time
     optimizer = kit.optimizer(torch.optim.Adam, model, lr=1e-2)
     x = kit.own(X[:, :1]).clone().requires_grad_()
 
@@ -290,6 +290,26 @@ def an_average_of_the_parameters(kit: Kit) -> Any:
     return nn.ModuleList([model, average.module])
 
 
+def an_average_for_evaluation(kit: Kit) -> Any:
+    """The parameters are exchanged for their averages and back; none is copied."""
+    model = kit.shard(net(3, 6, 1))
+    optimizer = kit.optimizer(torch.optim.SGD, model, lr=0.1)
+    average = {name: p.data.clone() for name, p in model.named_parameters()}
+    losses = []
+    for _ in range(3):
+        trained(kit, model, optimizer, 1)
+        kept = {}
+        for name, p in model.named_parameters():
+            average[name] = 0.9 * average[name] + 0.1 * p.data
+            kept[name] = p.data
+            p.data = average[name]
+        with torch.no_grad():
+            losses.append(functional.mse_loss(model(X), Y))
+        for name, p in model.named_parameters():
+            p.data = kept[name]
+    return model, torch.stack(losses)
+
+
 def the_best_model(kit: Kit) -> Any:
     """Evaluation between epochs; the best values are kept, and restored at the end."""
     model = kit.shard(net(3, 6, 1))
@@ -330,6 +350,39 @@ def tied_weights_and_recomputation(kit: Kit) -> Any:
 
     model = kit.shard(Tied())
     return trained(kit, model, kit.optimizer(torch.optim.Adam, model, lr=1e-2))
+
+
+def a_batch_left_out(kit: Kit) -> Any:
+    """Gradients of ``no_sync`` are made 0, and not None."""
+    model = kit.shard(net(3, 6, 1))
+    optimizer = kit.optimizer(torch.optim.AdamW, model, lr=1e-2)
+    for clear in (optimizer.zero_grad, model.zero_grad):
+        for is_bad in (True, False):
+            with kit.no_sync(model):
+                functional.mse_loss(model(kit.own(X)), kit.own(Y)).backward()
+            if is_bad:
+                clear(set_to_none=False)
+        functional.mse_loss(model(-kit.own(X)), kit.own(Y)).backward()
+        optimizer.step()
+    return model
+
+
+def parametrised_weights(kit: Kit) -> Any:
+    """The weights are functions of the parameters, which an assignment inverts."""
+    model = net(3, 4, 1)
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrize.register_parametrization(model[2], "weight", Exponential())
+    model = kit.shard(model)
+    model[2].weight = torch.full_like(model[2].weight, 0.3)
+    return trained(kit, model, kit.optimizer(torch.optim.Adam, model, lr=1e-2))
+
+
+class Exponential(nn.Module):
+    def forward(self, weight: Any) -> Any:
+        return weight.exp()
+
+    def right_inverse(self, weight: Any) -> Any:
+        return weight.abs().log()
 
 
 def weights_drawn_by_hand(kit: Kit) -> Any:
@@ -400,6 +453,7 @@ def complex_numbers_by_hand(kit: Kit) -> Any:
 WORK: list[Callable[[Kit], Any]] = [
     a_loss_that_is_a_sum, a_closure, rank_zero_saves, groups_clipping_and_a_schedule, schedulers,
     two_networks, a_gradient_penalty, a_target_network, an_average_of_the_parameters,
+    an_average_for_evaluation, a_batch_left_out, parametrised_weights,
     the_best_model, fine_tuning, tied_weights_and_recomputation, weights_drawn_by_hand,
     a_fourier_operator, complex_numbers_by_hand,
 ]  # fmt: skip
@@ -501,6 +555,17 @@ def test_the_first_step_names_a_checkpoint_of_rank_zero_alone(strategy, tmp_path
     with pytest.raises(CollectiveMismatchError, match=r"optimizer\.state_dict\(\)"):
         run_in_threads(2, main, 1)
     assert "state = optimizer.state_dict()" in notes
+
+
+@in_worlds(2)
+def test_a_source_that_cannot_be_parsed_does_not_end_the_step(backend, monkeypatch):
+    def raise_as_two_threads_at_once(_: str) -> Any:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    monkeypatch.setattr("ast.parse", raise_as_two_threads_at_once)
+    kit = Ranks(backend, "fsdp")
+    model = kit.shard(net(3, 6, 1))
+    trained(kit, model, kit.optimizer(torch.optim.SGD, model, lr=0.1), 1)  # has a state_dict()
 
 
 @pytest.mark.parametrize(

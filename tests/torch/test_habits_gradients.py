@@ -341,6 +341,8 @@ def refuse_gradients_of_no_sync(model: Any, x: Any, y: Any) -> None:
         for use in (torch.norm, lambda g: g.mul_(2), lambda g: 2 * g, torch.ones_like):
             with pytest.raises(ShardingError, match=rf"'{name}' is not reduced .* no_sync"):
                 use(gradient)
+    kept.zero_()
+    assert float(kept.norm()) == 0 == float(bias.grad.norm())
     nets.squared(model, x, y).backward()
     assert float(weight.grad.norm()) > 0
     torch.testing.assert_close(kept + 0, bias.grad + 0)
@@ -388,6 +390,15 @@ CHANGES = {
     "index": lambda g, rank: g.__setitem__(0, 0.1 * rank),
     "view": lambda g, rank: g.view(-1).add_(rank),
 }
+CLIPS = {
+    "norm": lambda model, rank: mst.clip_grad_norm_(model, 0.01 * (1 + rank)),
+    "PyTorch's norm": lambda model, rank: torch.nn.utils.clip_grad_norm_(
+        model.parameters(), 0.01 * (1 + rank)
+    ),
+    "value": lambda model, rank: torch.nn.utils.clip_grad_value_(
+        model.parameters(), 0.001 * (1 + rank)
+    ),
+}
 
 
 @in_worlds(2)
@@ -408,6 +419,28 @@ def test_changes_of_gradients_that_depend_on_the_rank_are_refused(backend: Any) 
             with pytest.raises(ShardingError, match=r"gradients differently .*'0\.weight' is"):
                 optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@in_worlds(2)
+def test_clipping_that_depends_on_the_rank_is_refused(backend: Any, clip: str) -> None:
+    mst.init()
+    x, y = nets.mine(backend, nets.batch("mlp"))
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy)
+        optimizer = optimizer_of(model, lr=0.1)
+
+        def step(rank: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            nets.squared(model, x, y).backward()
+            CLIPS[clip](model, rank)
+            optimizer.step()
+
+        step(0)
+        optimizer.zero_grad()
+        is_named = clip == "norm" and strategy != "ddp"
+        way = r"max_norm by rank: 0\.01 .*0\.02" if is_named else "changed or assigned gradients"
+        with pytest.raises(ShardingError, match=way):
+            step(backend.rank)
 
 
 @in_worlds(2, 3)
@@ -459,6 +492,17 @@ def test_an_assigned_gradient_counts_once_if_no_sync_adds_to_it(backend: Any) ->
         nets.squared(model, *nets.mine(backend, (x, y))).backward()
         expected = 0.5 + 2 * alone[0].weight.grad
         torch.testing.assert_close(_plain(model[0].weight.grad + 0), expected)
+        model.zero_grad()
+        model[0].weight.grad = one = torch.full_like(model[0].weight, 0.5)
+        with mst.no_sync(model):
+            nets.squared(model, *nets.mine(backend, (x, y))).backward()
+        model.zero_grad()
+        if backend.world_size > 1:  # In one process it has the gradient, which is not known here.
+            with pytest.raises(ShardingError, match=r"'0.weight' is not reduced .* by zero_\(\)"):
+                one.sum()
+        model[0].weight.grad = one.zero_()
+        nets.squared(model, *nets.mine(backend, (x, y))).backward()
+        torch.testing.assert_close(one, alone[0].weight.grad)
 
 
 class DataDependent(nets.nn.Module):

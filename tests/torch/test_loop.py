@@ -627,6 +627,12 @@ def test_misuse_is_refused_with_the_way_out(backend):
     nets.squared(model, x, y).backward()
     with pytest.raises(ShardingError, match=r"mpishard\.torch\.optimizer\(torch\.optim\.Adam"):
         torch.optim.Adam(model.parameters()).step()
+    with pytest.raises(ShardingError, match=r"hook of parameter '0.weight' .* after backward\(\)"):
+        model[0].weight.register_post_accumulate_grad_hook(print)
+    hooked = nn.Linear(2, 2)
+    hooked.weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match=r"'weight': a hook of .* after backward\(\)"):
+        mst.shard(hooked)
     with pytest.raises(ShardingError, match="sharded already"):
         mst.shard(model)
     with pytest.raises(ShardingError, match="is not a trained parameter of a sharded module"):
