@@ -5,6 +5,7 @@
 Starts one job of 4 MPI ranks for each row: a model, a strategy or a mesh, a precision. Each rank
 makes a small step first, which loads all libraries, and then steps of the model. PSS, the
 proportional share of pages, is the peak in the steps above that before them, summed over the ranks.
+Pages of files are left out: a rank's share of them grows if another process with them ends.
 
 The model torch needs an environment with PyTorch.
 """
@@ -134,6 +135,12 @@ def job_of(name: str, strategy: str, precision: str | None) -> Job:
     return Job(RANKS, strategy="hybrid", micro_batch_count=4, **mesh, **choices)
 
 
+def share_of_files() -> int:
+    """Return this process's share of the pages of files, such as libraries, in bytes."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_File:"))
+
+
 def measure(name: str, strategy: str, precision: str | None, path: str) -> None:
     """Train on this rank, and write what its ledger and its process have."""
     logging.disable(logging.WARNING)
@@ -154,9 +161,10 @@ def measure(name: str, strategy: str, precision: str | None, path: str) -> None:
     del small
     gc.collect()
     backend.barrier()
-    before = proportional_memory() or 0
+    before, files = proportional_memory() or 0, share_of_files()
     backend.barrier()
     model, optimizer, batch, after = steps(1, job.samples_of_rank)
+    after -= share_of_files() - files
     ledger = sum(model.memory.peak(category) for category in MemoryCategory)
     mine = np.array([ledger, after - before - sum(array.nbytes for array in batch)], np.int64)
     total = backend.all_reduce(mine.astype(np.float64))
@@ -180,7 +188,7 @@ def row_of(name: str, strategy: str, precision: str | None) -> dict[str, Any]:
         "model": name,
         "strategy": strategy,
         "precision": precision or "float32",
-        "planned_ledger": plan.total - activations - plan.black_box,
+        "planned_ledger": plan.total - activations - plan.messages - plan.black_box,
         "ledger": ledger,
         "planned": plan.total,
         "pss": pss,

@@ -6,6 +6,7 @@ import mmap
 import platform
 import resource
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,20 @@ def test_freed_memory_is_used_again_without_the_kernel():
     arrays.reuse_freed_memory()
     pages()
     assert pages() < 1000  # of 24576
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_freed_memory_between_arrays_that_live_on_returns_to_the_kernel():
+    def resident() -> int:
+        words = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        return int(words[1]) * resource.getpagesize()
+
+    arrays.reuse_freed_memory()
+    parameters = [np.ones(2**18) for _ in range(48)]  # 96 MiB
+    del parameters[::2]
+    before = resident()
+    arrays.return_freed_memory()
+    assert before - resident() > 40 * 2**20
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from mpishard.base.arrays import (
         NAMESPACES,
+        RETURNED_BYTES,
         SQUARES_BLOCK,
         Array,
         Data,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         lies_on_device,
         read_numbers,
         require_plain,
+        return_freed_memory,
         reuse_freed_memory,
         stretched,
         synchronize,

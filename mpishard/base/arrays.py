@@ -63,6 +63,10 @@ SQUARES_BLOCK = 1024
 
 _CUDA = 2  # of DLPack's types of devices
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+RETURNED_BYTES = 32 * 2**20
+"""Size from which glibc returns the memory of a freed array: its most for M_MMAP_THRESHOLD."""
+
 _CACHE_OF_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_L2_BYTES = 512 * 1024
 _LARGEST_CHUNK_BYTES = 512 * 1024
@@ -337,9 +341,9 @@ def reuse_freed_memory() -> None:
     """Let the allocator of this process keep the memory that a step frees for the next step.
 
     By default glibc returns freed memory to the kernel, which clears each page anew when the next
-    step allocates the same activations: 10 to 20 % of a GPT's step. It returns every block above
-    M_MMAP_THRESHOLD, which may be 32 MiB at most. It also returns free memory at the top of the
-    heap above M_TRIM_THRESHOLD (mallopt(3)). A pool of activations would save no more. Other
+    step allocates the same activations: 10 to 20 % of a GPT's step. It returns every block of at
+    least M_MMAP_THRESHOLD bytes, here `RETURNED_BYTES`. It also returns free memory at the top of
+    the heap above M_TRIM_THRESHOLD (mallopt(3)). A pool of activations would save no more. Other
     allocators have no such call and stay as they are.
     """
     if os.name != "posix":
@@ -348,8 +352,18 @@ def reuse_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         # If one of them is set, glibc no longer adapts the other, so that both need a value.
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Let glibc return to the kernel all freed memory that `reuse_freed_memory` has kept so far.
+
+    No step reuses large arrays that are freed once, such as the parameters of a PyTorch module: the
+    pieces of memory between those that live on have other sizes than activations.
+    """
+    if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def chunk_length(array: Array) -> int:

@@ -48,6 +48,7 @@ from mpishard.communication.failure.watchdog import is_free, preemption_notice
 from mpishard.communication.mesh import AXES, ProcessMesh, mesh_order, mesh_sizes
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi
+from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.communication.nccl.backend import NCCLCommunicationBackend
 from mpishard.communication.process import (
     BackendName,

@@ -28,6 +28,8 @@ class ILossFunction(ABC):
     """
 
     is_sum: bool = False
+    computes_bfloat16: bool = False
+    """Whether `forward` takes a bfloat16 prediction. Others get it as float32, an array more."""
 
     @abstractmethod
     def forward(

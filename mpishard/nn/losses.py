@@ -27,7 +27,10 @@ from mpishard.base import (
     chunks,
     is_device_array,
     lies_on_device,
+    scratch,
+    store,
     to_host,
+    wide,
 )
 from mpishard.contracts import ILossFunction, Saved
 from mpishard.data import Samples
@@ -67,6 +70,11 @@ class Loss(ILossFunction):
     targets overrides `check_target`.
     """
 
+    def __init_subclass__(cls) -> None:
+        # One that computes in another way than its base gets float32, unless it says otherwise.
+        if "forward" in vars(cls):
+            cls.computes_bfloat16 = bool(vars(cls).get("computes_bfloat16"))
+
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets with weights: a loss that takes them overrides this method.
 
@@ -85,6 +93,7 @@ class Loss(ILossFunction):
 class _RealLoss(Loss):
     """Base of losses of real targets, averaged over output dims and summed over samples."""
 
+    computes_bfloat16 = True
     _factor: ClassVar[float] = 1.0  # of the slopes that `_losses` writes
 
     @abstractmethod
@@ -110,10 +119,11 @@ class _RealLoss(Loss):
         gradient = xp.empty_like(prediction) if training else None
         totals, weight_sums = [], []
         for rows in chunks(prediction):
-            slope = None if gradient is None else gradient[rows]
+            z = wide(prediction[rows])
+            slope = None if gradient is None else scratch(gradient[rows])
             # By chunks, because targets of another dtype would otherwise be copied as a whole.
-            targets = target[rows].astype(prediction.dtype, copy=False)
-            losses = self._losses(prediction[rows], targets, slope)
+            targets = target[rows].astype(z.dtype, copy=False)
+            losses = self._losses(z, targets, slope)
             factors = self._weights(targets, None if weights is None else weights[rows])
             if factors is None:
                 # A count instead of a sum of ones, which the host need not wait for.
@@ -128,8 +138,9 @@ class _RealLoss(Loss):
                     slope[factors == 0] = 0
                     slope *= factors
             totals.append(losses.sum(dtype="float64"))  # so that small terms of large sums count
-            if slope is not None:
+            if gradient is not None and slope is not None:
                 slope *= self._factor / outputs
+                store(gradient[rows], slope)
         return _added(totals, outputs), _added(weight_sums, outputs), gradient
 
     def _weights(self, t: Array, weights: Array | None) -> Array | None:
@@ -265,6 +276,8 @@ class CrossEntropy(Loss):
         or if all weights are 0.
     """
 
+    computes_bfloat16 = True
+
     def __init__(
         self,
         ignore_index: int = -1,
@@ -317,13 +330,13 @@ class CrossEntropy(Loss):
         gradient = np.empty_like(logits_NV) if training else None
         total = 0.0
         for rows in chunks(logits_NV):
-            logits, counted, weight = logits_NV[rows], counted_N[rows], weight_N[rows]
+            logits, counted, weight = wide(logits_NV[rows]), counted_N[rows], weight_N[rows]
             # Ignored targets read class 0, and count 0.
             index = (np.arange(logits.shape[0]), np.where(counted, target_N[rows], 0))
             # Subtracted, so that no exponential overflows.
             largest = logits.max(axis=-1, keepdims=True)
             exponentials = np.subtract(
-                logits, largest, out=None if gradient is None else gradient[rows]
+                logits, largest, out=None if gradient is None else scratch(gradient[rows])
             )
             # Here the exponentials are still logits minus the row's maximum. This is their mean
             # under the target distribution.
@@ -353,6 +366,7 @@ class CrossEntropy(Loss):
                 else:
                     # Each row has one index, so that -= meets no element twice.
                     exponentials[index] -= weight
+                store(gradient[rows], exponentials)
         saved = None if gradient is None else gradient.reshape(prediction.shape)
         return total, float(weight_N.sum()), saved
 

@@ -8,7 +8,14 @@ from itertools import product
 import numpy as np
 
 from mpishard.base import Array, DType
-from mpishard.communication import Call, CommunicationBackend, ProcessMesh, Steps, Work
+from mpishard.communication import (
+    Call,
+    CommunicationBackend,
+    ProcessMesh,
+    RowChannel,
+    Steps,
+    Work,
+)
 from mpishard.planning.reserved import ReservedArray
 
 _SMALL_BYTES = 1 << 20  # a result up to this size is made, because its values may be read
@@ -38,6 +45,11 @@ class PlannedBackend(CommunicationBackend):
     @property
     def nodes(self) -> tuple[int, ...]:
         return self._nodes
+
+    @property
+    def scratch_bytes(self) -> int:
+        # Between nodes, messages are sent from the caller's arrays.
+        return RowChannel.nbytes(1) if self.world_size > 1 == self.node_count else 0
 
     def abort(self, error: BaseException) -> None:
         raise error

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.base import BFLOAT16, Array, DType, widened_dtype
+from mpishard.base import BFLOAT16, RETURNED_BYTES, Array, DType, widened_dtype
 from mpishard.contracts import ILayeredModel, ILossFunction, Saved
 from mpishard.models import LayeredProgram, MeshProgram, ModelVector
 from mpishard.nn import Context, Gradients, GradientTargets, Layer, Parameters
@@ -24,21 +24,37 @@ from mpishard.sharding import ShardingConfiguration
 
 
 class Activations:
-    """An account of reserved arrays: the bytes that live now, and the most that lived at once."""
+    """An account of reserved arrays: the most bytes that lived at once, large and small ones apart.
+
+    The process keeps the memory of small arrays for the next small ones (`reuse_freed_memory`).
+    That of large arrays comes from the system, and returns to it.
+    """
 
     def __init__(self) -> None:
-        self.held = self.peak = 0
+        self._held, self._peak = [0, 0], [0, 0]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of small arrays, and of large ones."""
+        return sum(self._peak)
 
     def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return an array, counted until Python frees it."""
         array = ReservedArray(shape, dtype)
-        self.held += array.nbytes
-        self.peak = max(self.peak, self.held)
-        weakref.finalize(array, self._free, array.nbytes).atexit = False
+        return self._counted(array, array.nbytes >= RETURNED_BYTES)
+
+    def arrays(self, nbytes: int) -> Array:
+        """Return memory of several small arrays, counted until Python frees it."""
+        return self._counted(ReservedArray(nbytes, np.dtype(np.uint8)), is_large=False)
+
+    def _counted(self, array: Array, is_large: bool) -> Array:
+        self._held[is_large] += array.nbytes
+        self._peak[is_large] = max(self._peak[is_large], self._held[is_large])
+        weakref.finalize(array, self._free, array.nbytes, is_large).atexit = False
         return array
 
-    def _free(self, nbytes: int) -> None:
-        self.held -= nbytes
+    def _free(self, nbytes: int, is_large: bool) -> None:
+        self._held[is_large] -= nbytes
 
 
 class PlannedLayer(Layer):
@@ -78,7 +94,7 @@ class PlannedLayer(Layer):
             array for array, keeps in ((x, saves.keeps_input), (y, saves.keeps_output)) if keeps
         ]
         if saves.nbytes:
-            kept.append(self._activations.array((batch * saves.nbytes,), np.dtype(np.uint8)))
+            kept.append(self._activations.arrays(batch * saves.nbytes))
         return y, (x.shape, kept)
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:
@@ -98,9 +114,18 @@ class PlannedLayer(Layer):
 
 
 class PlannedLoss(ILossFunction):
-    """A loss that saves its gradient, as those of `mpishard.nn` do."""
+    """A loss that saves its gradient, as those of `mpishard.nn` do.
 
-    def __init__(self, activations: Activations) -> None:
+    Parameters
+    ----------
+    loss : ILossFunction or None
+        The loss of the model.
+    activations : Activations
+        The account.
+    """
+
+    def __init__(self, loss: ILossFunction | None, activations: Activations) -> None:
+        self.computes_bfloat16 = loss is not None and loss.computes_bfloat16
         self._activations = activations
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None: ...
@@ -172,7 +197,8 @@ class PlannedMeshProgram(MeshProgram, _Planned):
         self._reserve(activations)
 
     def loss_here(self, loss: ILossFunction) -> ILossFunction:
-        return loss
+        # A loss of a part of the classes takes float32.
+        return PlannedLoss(None, self.activations) if self.layout.splits_output else loss
 
     def _make_vector(self) -> ModelVector:
         return self.vector  # Nothing is gathered, so that other ranks' parts are not needed.

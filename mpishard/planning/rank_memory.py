@@ -55,9 +55,10 @@ class MemoryUse:
         once; None if a black box makes them, so that they are not known.
     buffers : int
         Buffers in which messages and rounded gradients travel.
+    messages : int
+        Memory of the groups of a mesh in which ranks of a host exchange private arrays.
     black_box : int
-        The parameters that a black box keeps itself, or a module was built with, and the gradient
-        that it returns.
+        The parameters that a black box keeps itself, and the gradient that it or a module returns.
     """
 
     parameters: int = 0
@@ -66,6 +67,7 @@ class MemoryUse:
     unsharded_units: int = 0
     activations: int | None = 0
     buffers: int = 0
+    messages: int = 0
     black_box: int = 0
 
     @property
@@ -215,7 +217,8 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
     program, policy = _program(model, job, config, activations)
     ledger = ReservedLedger()
     engine = build_engine(program, policy, config, type(model).__name__, ledger=ledger)
-    _train(engine, job, activations)
+    loss = PlannedLoss(getattr(model, "default_loss_function", None), activations)
+    _train(engine, job, loss)
     frozen = job.optimizer.checked_options.untrained(program.vector.placement.entries)
     if frozen != program.frozen:
         engine.freeze(frozen)
@@ -228,6 +231,7 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
         unsharded_units=peak(MemoryCategory.GATHERED) + peak(MemoryCategory.FULL_GRADIENTS),
         activations=activations.peak if isinstance(model, ILayeredModel) else None,
         buffers=peak(MemoryCategory.SCRATCH),
+        messages=_bytes_of_messages(program),
         black_box=program.units[-1].stop * _bytes_of_a_box(program, job),
     )
     del state
@@ -251,17 +255,27 @@ def _program(
     return PlannedMeshProgram(model, config, choices, activations), policy
 
 
+def _bytes_of_messages(program: Program) -> int:
+    if not isinstance(program, PlannedMeshProgram):
+        return 0
+    mesh = program.choices.mesh
+    # Stages of a pipeline exchange messages of MPI. The world has its memory before a model.
+    groups = {mesh.tensor, mesh.data, mesh.model} - {mesh.world}
+    return sum(group.scratch_bytes for group in groups)
+
+
 def _bytes_of_a_box(program: Program, job: Job) -> int:
     """Return the bytes per parameter that a program which is not ours takes beside the ledger."""
     if isinstance(program, LayeredProgram):
         return 0
-    # A module's own parameters are freed when it is wrapped, but their memory may stay in the
-    # process: PSS shows it in float32 (docs/plan.md).
     gradient = BFLOAT16.itemsize if job.precision == "bfloat16" else program.dtype.itemsize
-    return program.dtype.itemsize + gradient
+    # A module computes with the ledger's parameters. Its gradients live one by one, but PyTorch
+    # asks for aligned memory, for which glibc does not use that of the last gradient.
+    own = 0 if isinstance(program, PlacedProgram) else program.dtype.itemsize
+    return own + gradient
 
 
-def _train(engine: Engine, job: Job, activations: Activations) -> None:
+def _train(engine: Engine, job: Job, loss: PlannedLoss) -> None:
     """Run one pass that computes nothing."""
     program, gradients = engine.program, engine.gradients
     this = BackwardPass(is_first=True, is_last=True)
@@ -269,7 +283,7 @@ def _train(engine: Engine, job: Job, activations: Activations) -> None:
         shape = program.input_shape
         dtype = np.dtype(np.int64) if program.takes_integers else program.dtype
         x = ReservedArray((job.samples_of_rank, *shape), dtype)
-        engine.run_pass(x, x, gradients, this=this, loss=PlannedLoss(activations))
+        engine.run_pass(x, x, gradients, this=this, loss=loss)
         return
     gradients.begin(this)
     for unit in reversed(program.units):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.base import ShardingError, as_count, reuse_freed_memory
+from mpishard.base import ShardingError, as_count, return_freed_memory, reuse_freed_memory
 from mpishard.communication import CommunicationBackend, current_recorder, differences
 from mpishard.models import (
     ModelVector,
@@ -143,6 +143,7 @@ class ShardedModule(Uncopied):
         ModelVector(self.placement).distribute(self.parameters, backend, self.placed.fill)
         self.parts: list[OwnedParameter] = []
         self._place()
+        return_freed_memory()  # of the parameters that the module had
         self.placed.distribute(backend, backend)
         self.placed.normalise_over(backend)
         # Gathered parameters are compared at each change, as ranks keep only pieces of them.

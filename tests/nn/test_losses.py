@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from autograd import grad
 
-from mpishard.nn import MAE, MSE, CrossEntropy, Huber
+from mpishard.base import BFLOAT16, rounded, widened
+from mpishard.nn import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
 
 
 def cross_entropy(logits, target):
@@ -203,3 +204,33 @@ def test_evaluation_computes_no_slopes(loss, of_slopes, monkeypatch):
     expected = loss.forward(prediction, target)[:2]
     monkeypatch.delattr(np, of_slopes)
     assert loss.forward(prediction, target, training=False) == (*expected, None)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [MSE(), MAE(), Huber(), BinaryCrossEntropy(), CrossEntropy(label_smoothing=0.1, z_loss=1e-3)],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_bfloat16_is_computed_in_float32_and_rounded_once(loss):
+    generator = np.random.default_rng(0)
+    prediction = rounded(generator.standard_normal((700, 300)).astype(np.float32))
+    target = generator.integers(0, 2, (700, 300))
+    if isinstance(loss, CrossEntropy):
+        target = target[:, 0]
+    total, weight, gradient = loss.forward(prediction, target)
+    expected = loss.forward(widened(prediction), target)
+    assert (total, weight) == expected[:2]
+    assert (total, weight, None) == loss.forward(prediction, target, training=False)
+    assert gradient.dtype == BFLOAT16
+    np.testing.assert_array_equal(gradient.view(np.uint16), rounded(expected[2]).view(np.uint16))
+
+
+def test_a_loss_of_a_users_own_gets_float32():
+    class Doubled(MSE):
+        def forward(self, prediction, target, training=True):
+            return super().forward(2 * prediction, target, training)
+
+    class Named(MSE):
+        pass
+
+    assert [Doubled.computes_bfloat16, Named.computes_bfloat16] == [False, True]

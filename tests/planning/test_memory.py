@@ -3,6 +3,7 @@
 import json
 import resource
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpishard.optimizers import SGD, AdamW
 from mpishard.pipeline import ActivationCheckpointConfig
 from mpishard.planning import RECOMPUTATION, Job, UnplannableError, jobs_of, memory_of, plan_memory
 from mpishard.planning.mesh import _shortened
+from mpishard.planning.passes import Activations
 
 
 def mlp() -> Any:
@@ -136,6 +138,65 @@ def memory_in(saved: Any) -> dict[int, int]:
 
 def gpt3() -> Any:
     return ms.nn.GPT(vocabulary_size=51200, context_length=2048, width=12288, heads=96, layers=96)
+
+
+class PlainEntropy(ms.nn.CrossEntropy):
+    """A user's loss, which gets float32 logits."""
+
+    def forward(self, prediction: Any, target: Any, training: bool = True) -> Any:
+        return super().forward(prediction, target, training)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("loss", [ms.nn.CrossEntropy(), PlainEntropy()])
+def test_a_step_allocates_the_planned_activations(loss: Any, precision: str | None) -> None:
+    logits = 256 * 8192 * 4  # bytes of float32: most of the activations
+
+    def make() -> Any:
+        chain = ms.nn.Sequential(ms.nn.Linear(8, 8192))
+        return ms.nn.Model(chain, loss, input_shape=(8,), dtype="float32")
+
+    def body(backend: ms.CommunicationBackend) -> int:
+        config = ms.ShardingConfiguration(backend, precision=precision)
+        model = ms.as_distributed(make(), config, "ddp")
+        optimizer = ms.as_distributed(SGD(), config, "ddp")
+        batch = np.ones((256, 8), np.float32), np.ones(256, np.int64)
+        optimizer.step(model, *batch)
+        tracemalloc.start()
+        optimizer.step(model, *batch)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    (peak,) = ms.run_in_threads(1, body)
+    job = Job(1, strategy="ddp", batch_size=256, precision=precision)
+    planned = memory_of(make(), job).rank.activations
+    assert abs(peak - planned) < 0.2 * logits
+    # Logits and their gradient.
+    takes_float32 = precision is None or isinstance(loss, PlainEntropy)
+    assert planned == pytest.approx((2 if takes_float32 else 1) * logits, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hosts", "groups"),
+    [((1, 2, 2), 1, 3), ((2, 2, 1), 1, 1), ((2, 1, 2), 1, 2), ((1, 2, 2), 2, 2)],
+)
+def test_groups_of_a_mesh_on_one_host_have_memory_for_messages(
+    mesh: Any, hosts: int, groups: int
+) -> None:
+    # Of tensor and data ranks, and of the ranks of one replica, if they are not all.
+    job = Job(4, hosts, "hybrid", mesh=mesh, batch_size=8)
+    assert memory_of(gpt(), job).rank.messages == groups * 2 * 2**20
+
+
+def test_memory_of_small_arrays_does_not_serve_large_ones() -> None:
+    account = Activations()
+    for _ in range(2):
+        small = account.array((2**20,), np.dtype(np.float64))
+        del small
+        large = account.array((2**23,), np.dtype(np.float64))
+        del large
+    assert account.peak == 2**23 + 2**26
 
 
 def test_a_plan_of_175_billion_parameters_allocates_nothing() -> None:
@@ -308,6 +369,8 @@ def test_a_module_of_pytorch_is_planned_on_the_device_meta() -> None:
     assert [row.name for row in plan.rows] == ["ddp", "zero1", "zero2", "fsdp"]
     assert plan.rows[0].rank.optimizer_state == 8 * (31 * 40 + 41 * 10)
     assert plan.rows[0].rank.activations is None
+    # The gradient alone: wrapping frees the module's own parameters.
+    assert plan.rows[0].rank.black_box == 4 * (31 * 40 + 41 * 10)
     with pytest.raises(
         UnplannableError, match=r"has allocated 0\.weight and 3 more .* device meta"
     ):

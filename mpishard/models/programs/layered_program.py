@@ -191,16 +191,19 @@ class LayeredProgram(Program):
         return rounded(values) if self._mixed and values.dtype.kind == "f" else values
 
     def leaving(self, values: Array) -> Array:
-        """Return outputs as the loss and the user take them."""
+        """Return outputs as the user takes them."""
         return widened(values) if self._mixed else values
+
+    def leaving_for(self, loss: ILossFunction, values: Array) -> Array:
+        """Return outputs as ``loss`` takes them."""
+        return values if loss.computes_bfloat16 else self.leaving(values)
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[Scalar, Scalar, Saved]:
         assert batch.loss is not None
         (chain,) = self.chains
         x = self.entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
-        if self._mixed:
-            prediction = widened(prediction)
+        prediction = self.leaving_for(batch.loss, prediction)
         total, weight, of_loss = batch.loss.forward(prediction, batch.y)
         if type(total) is not float:
             total = unread_loss(total, batch.loss)

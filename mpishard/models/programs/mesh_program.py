@@ -347,7 +347,8 @@ class StageRun(IPipelineStage):
             self._activations[key] = activations
             return y
         assert batch.loss is not None
-        total, weight, saved = batch.loss.forward(self._program.leaving(y), batch.y[rows])
+        prediction = self._program.leaving_for(batch.loss, y)
+        total, weight, saved = batch.loss.forward(prediction, batch.y[rows])
         self.total = self.total + unread_loss(total, batch.loss)
         self.weight = self.weight + weight
         self._activations[key] = activations

@@ -17,6 +17,7 @@ from mpishard.base import (
     MissingMemberError,
     Scalar,
     ShardingError,
+    return_freed_memory,
 )
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction, Saved, UserModel
@@ -236,6 +237,7 @@ class PlacedProgram(WholeProgram):
         vectors = store.owned(owned_pieces(self.units, 1, 0))
         arrays = views_of_entries(self.units, self.entries, vectors)
         self._model.place_parameters(arrays, holder, parameters)
+        return_freed_memory()  # of the parameters that the module had
         # The module needs whole tensors at any time: only shared memory holds them once per node.
         if store.once_per_node or store.backend.world_size == 1:
             return None
