@@ -155,6 +155,12 @@ LOCAL = [
       for name, call in collectives("backend", askew).items()],
     *[("1.3", f"{name}: objects", ValueError, "cannot send dtype object", call)
       for name, call in collectives("backend", lambda: np.array([None])).items()],
+    *[("1.3", f"{name}: another byte order", ValueError,
+       r"float64 in another byte order; .astype\('float64'\) converts it", call)
+      for name, call in collectives("backend", lambda: np.ones(2, np.dtype(float).newbyteorder()))
+      .items()],
+    *[("1.3", f"{name}: a scalar", TypeError, r"1.0.*, a NumPy scalar; pass numpy.array", call)
+      for name, call in collectives("backend", lambda: np.float64(1.0)).items()],
     *[("1.3", f"{name}: not initialised", NotInitializedError, r"call initialize\(\)", call)
       for name, call in closed_backend_calls().items()],
     *[("1.3", f"{name}: another operation", TypeError, f"SUM, PRODUCT, .*got {wrong!r}",
@@ -236,6 +242,9 @@ LOCAL = [
      lambda g: g.backend.receive_async(g.backend.rank, 1, dtype=float)),
     ("1.3", "receive: objects", ValueError, "receive cannot take dtype object",
      lambda g: g.backend.receive(g.peer, 1, dtype=object)),
+    ("A", "receive_async: another byte order", ValueError, "float64 in another byte order",
+     lambda g: g.backend.receive_async(
+         g.peer, 1, dtype=np.dtype(float).newbyteorder())),
     ("A", "receive_async: objects", ValueError, "cannot take dtype object",
      lambda g: g.backend.receive_async(g.peer, 1, dtype=object)),
     ("A", "receive_async: negative tag", ValueError, "got -1",

@@ -35,12 +35,12 @@ from mpishard.base import (
 )
 from mpishard.communication.contract.arena import Arena, Nodes
 from mpishard.communication.contract.call import (
-    DTYPES,
     Call,
     CollectiveKind,
     MessageWait,
     Traffic,
     check_array,
+    check_dtype,
     check_out,
     check_peer,
     piece_sizes,
@@ -924,12 +924,7 @@ class CommunicationBackend(ITransport):
             raise ValueError(f"allocate_shared needs a length of 1 or more, got {length}")
         # The array for the header, with the shape and dtype that ranks compare, needs no memory.
         wanted = np.broadcast_to(np.zeros((), dtype), (length,))
-        if wanted.dtype not in DTYPES:
-            raise ValueError(
-                f"allocate_shared cannot share dtype {wanted.dtype.name} ({wanted.dtype.str}); "
-                "numbers of another byte order, or wider than float64, are converted by "
-                ".astype(float)"
-            )
+        check_dtype(wanted.dtype, "allocate_shared cannot share")
         call = Call.describe(CollectiveKind.ALLOCATE_SHARED, wanted, arena=arena)
         memory: Array | None = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
         return None if memory is None else memory[: wanted.nbytes].view(wanted.dtype)
@@ -1310,6 +1305,5 @@ class CommunicationBackend(ITransport):
 def _sendable(dtype: DTypeLike, name: str) -> DType:
     """Return the dtype of a message, or refuse one that cannot be sent."""
     expected = np.dtype(dtype)
-    if expected not in DTYPES:
-        raise ValueError(f"{name} cannot take dtype {expected.name}")
+    check_dtype(expected, f"{name} cannot take")
     return expected

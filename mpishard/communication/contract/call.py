@@ -412,6 +412,17 @@ def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> 
     return {"reduce_scatter": (size - own) * itemsize, "all_gather": gathered}
 
 
+def check_dtype(dtype: DType, refusal: str) -> None:
+    """Refuse a dtype that cannot be sent, with a `ValueError` that begins with ``refusal``."""
+    if dtype in _DTYPE_CODES:
+        return
+    fix = f"; known are {', '.join(known.name for known in DTYPES)}"
+    # Its name is that of the dtype of this machine's byte order.
+    if not dtype.isnative and dtype.newbyteorder("=") in _DTYPE_CODES:
+        fix = f" in another byte order; .astype({dtype.name!r}) converts it"
+    raise ValueError(f"{refusal} dtype {dtype.name}{fix}")
+
+
 def check_array(
     array: Array | None, name: str, *, needs_dim: bool = False, is_written: bool = False
 ) -> None:
@@ -428,11 +439,15 @@ def check_array(
     """
     if array is None:
         raise TypeError(f"{name} needs an array, got None")
-    if type(array) is not np.ndarray:
+    kind: type = type(array)
+    if kind is not np.ndarray:
         array_namespace(array)
+        if issubclass(kind, np.generic):  # has no memory that can be written, such as x.sum()
+            raise TypeError(
+                f"{name} needs an array, got {array!r}, a NumPy scalar; pass numpy.array([value])"
+            )
     if array.dtype not in _DTYPE_CODES:
-        known = ", ".join(dtype.name for dtype in DTYPES)
-        raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")
+        check_dtype(array.dtype, f"{name} cannot send")
     flags = array.flags
     # Refused and not copied: a result written to the copy would be lost without a word.
     if not flags.c_contiguous:
