@@ -18,7 +18,6 @@ from typing import Any, Literal
 from jobs import Runner
 from model import Costs, Line, bytes_sent
 
-from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
 from mpishard.cli.machine import usable_cores
 from mpishard.observe import Curve, Panel, Timing, plot_panels
 
@@ -106,14 +105,28 @@ def panels(
     ]
 
 
+def collective_panels(found: list[dict[str, Any]]) -> list[Panel]:
+    """A panel of time against size for each collective that has sizes."""
+    panels = []
+    for kind in dict.fromkeys(row["collective"] for row in found if row["nbytes"]):
+        mine = [row for row in found if row["collective"] == kind]
+        curves = []
+        for way in dict.fromkeys(row["way"] for row in mine):
+            points = [row for row in mine if row["way"] == way]
+            times = [Timing(tuple(s * 1e3 for s in row["seconds"])) for row in points]
+            sizes, medians = [row["nbytes"] for row in points], [timing.median for timing in times]
+            curves.append(Curve(way, sizes, medians, [timing.quartiles for timing in times]))
+        panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
+    return panels
+
+
 def draw(study: str, runner: Runner, folder: Path) -> Path:
     """Measure one study and make its picture."""
     measured = Study(runner)
     if study == "collectives":
         words = ("bench", "collectives", "-n", "--sizes", SIZES, "--repeats", "9")
         found = runner.ours(*words, ranks=2)["collectives"]
-        results = [CollectiveResult(**row) for row in found]
-        drawn = CollectiveBenchmark([], []).panels(results, 0)
+        drawn = collective_panels(found)
     elif study == "ranks":
         cores = usable_cores()
         boundary = (cores + 0.5, f"more ranks than the {cores} cores")

@@ -418,7 +418,7 @@ class TrainingRun:
         holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
         try:
-            with same_outcome(self.model.backend):
+            with same_outcome(self.model.backend):  # of an optimizer whose options do not fit
                 states = checkpoint.states_of(self.model, self.optimizer, kept)
             position = checkpoint.load_states(path, self.model, states)[LOOP]
         except CheckpointError as error:  # most often after a change of the model

@@ -13,7 +13,7 @@ from mpishard.base import Array, DType, ShardLayout
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import Arena, CommunicationBackend, MPICommunicationBackend, load_mpi
-from mpishard.observe import Curve, Panel, Timing, time_alternately
+from mpishard.observe import time_alternately
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 """Collectives that are measured."""
@@ -124,21 +124,6 @@ class CollectiveBenchmark:
         elif not any("shared" in result.way for result in results):
             table.caption = "No rows of shared memory: there is none, or MPISHARD_ARENA is off."
         return table
-
-    def panels(self, results: Sequence[CollectiveResult], world_size: int) -> list[Panel]:
-        """Return a panel of time against size for each collective that has sizes."""
-        panels = []
-        for kind in dict.fromkeys(r.collective for r in results if r.nbytes):
-            mine = [r for r in results if r.collective == kind]
-            curves = []
-            for way in dict.fromkeys(r.way for r in mine):
-                # The user may give sizes in any order, and a curve joins neighbours.
-                points = sorted((r for r in mine if r.way == way), key=lambda r: r.nbytes)
-                times = [Timing(tuple(s * 1e3 for s in r.seconds)) for r in points]
-                sizes, medians = [r.nbytes for r in points], [timing.median for timing in times]
-                curves.append(Curve(way, sizes, medians, [timing.quartiles for timing in times]))
-            panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
-        return panels
 
 
 def _ways(

@@ -18,12 +18,11 @@ from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.machine import MachineBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, StepBenchmark
 from mpishard.cli.machine import describe_machine
-from mpishard.cli.outputs import check_output, check_png, write_json
+from mpishard.cli.outputs import check_output, write_json
 from mpishard.cli.tables import show
 from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing, say
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
-from mpishard.observe import plot_panels
 from mpishard.planning import Machine, MachineError
 
 bench = typer.Typer(rich_markup_mode=None)
@@ -52,7 +51,6 @@ ThreadsOption = Annotated[
 JSONOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write every time to this file.")
 ]
-PlotOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times as a PNG.")]
 
 _SIZES = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}
 """Width, layers and batch per rank of the published figures."""
@@ -70,7 +68,6 @@ def collectives(
     ] = "float32",
     repeats: Annotated[int, _count("Number of times of each.")] = 15,
     json: JSONOption = None,
-    plot: PlotOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
@@ -78,7 +75,7 @@ def collectives(
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     benchmark = CollectiveBenchmark(collective or KINDS, lengths, dtype, repeats)
-    _measure(context, benchmark, ranks, world_size, json, plot)
+    _measure(context, benchmark, ranks, world_size, json)
 
 
 @bench.command()
@@ -102,7 +99,6 @@ def step(
         Literal["float32", "bfloat16"], typer.Option(help="bfloat16: mixed precision.")
     ] = "float32",
     json: JSONOption = None,
-    plot: PlotOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
@@ -118,7 +114,7 @@ def step(
     with refusing("bench"):  # sizes that do not fit each other
         # A model without arrays yet: wrong sizes are refused before ranks start.
         benchmark.build_model()
-    _measure(context, benchmark, ranks, world_size, json, plot)
+    _measure(context, benchmark, ranks, world_size, json)
 
 
 @bench.command()
@@ -158,16 +154,14 @@ def _measure(
     ranks: int,
     threads: int,
     json: Path | None,
-    plot: Path | None,
 ) -> None:
     """Run a benchmark on new MPI ranks, on threads, or on the ranks of the running job.
 
-    Rank 0 shows the table and writes the files. A benchmark has a ``key`` in JSON,
-    ``run(backend)``, ``table(results, world_size)`` and ``panels(results, world_size)``.
+    Rank 0 shows the table and writes the file. A benchmark has a ``key`` in JSON,
+    ``run(backend)`` and ``table(results, world_size)``.
     """
     # Before minutes of measurements, whose result could not be written.
     check_output("bench", "--json", json)
-    check_png("bench", "--plot", plot)
 
     def body(backend: CommunicationBackend) -> None:
         results = benchmark.run(backend)
@@ -177,8 +171,6 @@ def _measure(
         if json is not None:
             rows = [asdict(result) for result in results]
             write_json(json, {"world_size": backend.world_size, benchmark.key: rows})
-        if plot is not None:
-            plot_panels(plot, benchmark.panels(results, backend.world_size))
 
     _on_ranks(context, body, ranks, threads)
 

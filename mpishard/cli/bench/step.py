@@ -13,11 +13,11 @@ from rich.table import Table
 from mpishard import nn
 from mpishard.base import Array
 from mpishard.cli.tables import figures_table, timing_cells
-from mpishard.cli.wording import bytes_text, counted, milliseconds
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.models import ShardedModelBase
-from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
+from mpishard.observe import Timing, memory_while, time_chain
 from mpishard.optimizers import AdamW, uses_numba
 from mpishard.sharding import ShardingConfiguration
 
@@ -238,16 +238,3 @@ class StepBenchmark:
                 bytes_text(result.peak_bytes),
             )
         return table
-
-    def panels(self, results: list[StepResult], world_size: int) -> list[Panel]:
-        """Return the time of each step, one curve for each strategy."""
-        curves = [
-            Curve(
-                f"{result.strategy}, median {milliseconds(Timing(result.seconds).median)}",
-                range(1, len(result.seconds) + 1),
-                [seconds * 1e3 for seconds in result.seconds],
-            )
-            for result in results
-        ]
-        title = f"{self.model}, {results[0].parameters / 1e6:.1f}M, {counted(world_size, 'rank')}"
-        return [Panel(title, "step", "milliseconds", curves, logarithmic="")]
