@@ -138,11 +138,11 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Tests are handed out one by one, because jobs take unequal times: first those on hosts, as a group
-# to one process, then the long ones. -rs prints why tests are skipped.
+# tests/conftest.py hands out the tests: first those on hosts, all to one process, then the long
+# ones. -rs prints why tests are skipped.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist loadgroup -m 'spawned or hosts' -rs \
-        -o testpaths=tests ${arguments[@]+"${arguments[@]}"}
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto -m 'spawned or hosts' -rs -o testpaths=tests \
+        ${arguments[@]+"${arguments[@]}"}
 }
 
 # shellcheck disable=SC2329

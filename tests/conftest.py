@@ -122,6 +122,20 @@ def pytest_xdist_auto_num_workers(config):
     return min(share * usable_cores(), 12)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out jobs one by one, because they take unequal times; those on hosts to one process."""
+    if config.getoption("markexpr") not in _OF_JOBS:
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneByOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "hosts" if "tests/hosts/" in nodeid else nodeid
+
+    return OneByOne(config, log)
+
+
 class Verdicts:
     """How a test went on each rank."""
 
@@ -367,8 +381,6 @@ def pytest_collection_modifyitems(config, items):
             values.get("main_device"),
         ):
             item.add_marker(pytest.mark.gpu)
-        if item.get_closest_marker("hosts"):
-            item.add_marker(pytest.mark.xdist_group("hosts"))  # one process makes the hosts
     if not config.getoption("with_mpi"):
         if config.getoption("markexpr") in _OF_JOBS:
             items.sort(key=_allowed_seconds, reverse=True)  # no long job begins when the rest end
