@@ -13,11 +13,11 @@ fail:
     memory     pytest: one process, thread-ranks
     mpi 2 3 4  the tests that also run on MPI ranks, under MPICH's mpiexec -n 2, 3 and 4
     openmpi 2 3 4  those of communication, and of the strategies, under Open MPI's mpiexec
-    hosts      jobs on two hosts, which are namespaces of this machine; skipped, with the reason,
-               without root or namespaces
-    spawned    jobs whose ranks fail, leave, hang or are killed, and how they end
+    spawned    jobs whose ranks fail, leave, hang or are killed, and how they end; and jobs on two
+               hosts, which are namespaces of this machine: skipped, with the reason, without root
+               or namespaces
     static     ruff, import-linter, mypy --strict, the documentation, and the lowest versions that
-               setup.cfg allows; at the same time as hosts and spawned
+               setup.cfg allows; at the same time as spawned
 
 Prints each layer's time and verdict and pytest's closing lines, and fails when a layer fails or
 has no tests. pytest arguments (-k, -x, files) go to every layer but static, and may leave some
@@ -138,15 +138,10 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# One test after the other, because some measure seconds. -rs prints why tests are skipped.
-hosts() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -m hosts -rs -o testpaths=tests \
-        ${arguments[@]+"${arguments[@]}"}
-}
-
-# Tests are handed out one by one, because jobs take unequal times; the long ones come first.
+# tests/conftest.py hands out the tests: first those on hosts, all to one process, then the long
+# ones. -rs prints why tests are skipped.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxschedchunk 1 -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto -m 'spawned or hosts' -rs -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 
@@ -167,7 +162,6 @@ done
 # From here on the static layer runs, too, in the time that jobs leave: their ranks mostly wait.
 (renice -n 19 "$BASHPID" >/dev/null 2>&1; static) >"$logs/static" 2>&1 &
 checks=$!
-layer hosts hosts
 layer spawned spawned
 wait "$checks"
 static_code=$?

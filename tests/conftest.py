@@ -118,8 +118,22 @@ def pytest_xdist_auto_num_workers(config):
 
     Each process also computes anew what its tests compare with.
     """
-    share = 4 if config.getoption("markexpr") == "spawned" else 1
+    share = 4 if config.getoption("markexpr") in _OF_JOBS else 1
     return min(share * usable_cores(), 12)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out jobs one by one, because they take unequal times; those on hosts to one process."""
+    if config.getoption("markexpr") not in _OF_JOBS:
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneByOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "hosts" if "tests/hosts/" in nodeid else nodeid
+
+    return OneByOne(config, log)
 
 
 class Verdicts:
@@ -260,7 +274,7 @@ def _keep_to_a_core(config):
     lock costs these tests up to two thirds more processor time.
     """
     worker = getattr(config, "workerinput", None)
-    if worker is None or config.getoption("markexpr") in ("spawned", "hosts"):
+    if worker is None or config.getoption("markexpr") in _OF_JOBS:
         return  # jobs have all cores
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -295,7 +309,9 @@ _WORDS = {
     "mpi": ("in_worlds(", "mark.mpi"),
     "spawned": ("mark.spawned",),
     "hosts": ("mark.hosts",),
+    "spawned or hosts": ("mark.spawned", "mark.hosts"),  # as in scripts/test.sh
 }
+_OF_JOBS = ("spawned", "hosts", "spawned or hosts")
 
 
 @functools.cache
@@ -366,7 +382,7 @@ def pytest_collection_modifyitems(config, items):
         ):
             item.add_marker(pytest.mark.gpu)
     if not config.getoption("with_mpi"):
-        if config.getoption("markexpr") == "spawned":
+        if config.getoption("markexpr") in _OF_JOBS:
             items.sort(key=_allowed_seconds, reverse=True)  # no long job begins when the rest end
         if not _is_full:
             _select_worlds(config, items)

@@ -92,7 +92,7 @@ def test_all_layers_pass(suite):
     assert len(suite.machine.calls("--with-mpi")) == 6
     assert ended.stdout.splitlines()[-1] == "===== 3 passed, 100 warnings in 0.12s ====="
     _, _, table = ended.stdout.partition("---- times")
-    assert table.count(" s  passed") == 10
+    assert table.count(" s  passed") == 9
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_failing_layer_fails_the_whole_and_stops_no_other(suite, ends, failing
     ended = suite.run(ends=ends)
     assert ended.returncode == 1
     assert ended.stdout.count("FAILED") == failing
-    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 19
+    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 17
     assert "FAILED (exit code 1)" in ended.stdout
     assert "1 failed, 2 passed" in ended.stdout.splitlines()[-1]
 
@@ -141,7 +141,7 @@ def test_a_lint_error_fails(suite):
 def test_arguments_may_leave_layers_without_tests(suite):
     ended = suite.run("-k", "some name", ends='[ -z "${SIZE:-}" ] || code=5')
     assert ended.returncode == 0, ended.stdout
-    assert len(suite.machine.calls("-k some name")) == 9
+    assert len(suite.machine.calls("-k some name")) == 8
     assert ended.stdout.count("none selected") == 6
 
 

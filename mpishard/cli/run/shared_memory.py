@@ -179,7 +179,7 @@ def _unmapped(paths: Iterable[Path], processes: Path = Path("/proc")) -> dict[Pa
     # Read after the files were listed, because a job may have mapped one meanwhile. Compared by
     # name, because in another container the folder may have another path.
     mapped = set()
-    inodes = {str(status.st_ino) for status in found.values()}
+    inodes = {str(status.st_ino) for status in found.values()}  # few lines are of these
     for maps in processes.glob("[0-9]*/maps") if found else ():
         with suppress(OSError):  # the process has ended, or is another user's
             for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
