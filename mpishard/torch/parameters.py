@@ -199,7 +199,7 @@ class OwnedTensor(torch.nn.Parameter):  # type: ignore[misc]
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         # It stays in the ranks' memory.
-        if values.data_ptr() != self.data_ptr():
+        if (values.data_ptr(), values.stride()) != (self.data_ptr(), self.stride()):
             self._owned.part_with_views()
             self.detach().copy_(values.detach().view_as(self))
 
@@ -343,7 +343,8 @@ class OwnedParameter(StoredParameter):
 
     def note_change(self, gradient: Any, mark: int) -> None:
         """Let ``mark`` be the checksum of the changes of `stored_gradient`, if it is this one."""
-        if gradient is self.stored_gradient and not self.owner.shards_state:
+        is_stored = gradient is self.stored_gradient
+        if is_stored and not self.owner.shards_state:
             with torch._C.DisableTorchFunctionSubclass():
                 self._noted = gradient._version, mark
 
@@ -374,7 +375,8 @@ class OwnedParameter(StoredParameter):
             return 0
         if self.owner.shards_state:
             return int(vars(gradient).get("_changes", [0])[0])
-        if gradient is self.stored_gradient and not of_values:
+        is_stored = gradient is self.stored_gradient
+        if is_stored and not of_values:
             # PyTorch's own clipping changes it in place.
             with torch._C.DisableTorchFunctionSubclass():
                 version, mark = self._noted

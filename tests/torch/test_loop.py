@@ -376,10 +376,11 @@ def test_two_models_train_each_other(backend):
 
 
 @by_strategy
+@pytest.mark.parametrize("make", [nets.perceptron, nets.fourier])
 @in_worlds(1)
-def test_a_compiled_model_trains(backend, strategy):
-    model, optimizer = start(strategy)
-    expected, theirs = alone()
+def test_a_compiled_model_trains(backend, strategy, make):
+    model, optimizer = start(strategy, make)
+    expected, theirs = alone(make)
     compiled = torch.compile(model, backend="aot_eager")
     for m, called, o in ((model, compiled, optimizer), (expected, expected, theirs)):
         for rows in (12, 12, 7):  # another shape is compiled while gradients are there

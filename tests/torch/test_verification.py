@@ -22,6 +22,7 @@ import torch_nets as nets  # noqa: E402
 
 import mpishard.torch as mst  # noqa: E402
 
+MODELS = {**nets.MODELS, "fourier": (nets.fourier, nets.squared)}
 SCRIPT = """
 import sys, mpishard.torch as mst, torch
 from torch import nn
@@ -45,7 +46,8 @@ while True:
 
 def train(backend: Any, name: str, strategy: str, fault: str = "") -> None:
     mst.init()
-    factory, loss_of = nets.MODELS[name]
+    factory, loss_of = MODELS[name]
+    batch = nets.batch("mlp" if name == "fourier" else name)
     model = nets.make(factory)
     if name == "conv":
         model = mst.convert_sync_batchnorm(model)
@@ -53,13 +55,13 @@ def train(backend: Any, name: str, strategy: str, fault: str = "") -> None:
     optimizer = mst.optimizer(torch.optim.AdamW, model, lr=1e-3)
     for step in range(3):
         optimizer.zero_grad()
-        loss_of(model, *nets.mine(backend, nets.batch(name))).backward()
+        loss_of(model, *nets.mine(backend, batch)).backward()
         parameter = list(model.parameters())[-1]
         if fault == "gradient" and step == 1 and backend.rank == 2:
             parameter.grad.to_local()[-1] += 1e-7
         if fault == "sum":
             optimizer.zero_grad()
-            x, y = nets.mine(backend, nets.batch(name))
+            x, y = nets.mine(backend, batch)
             ((model(x) - y) ** 2).sum().backward()
         if fault == "none" and backend.world_size > 1:
             parameter.grad = None
@@ -85,14 +87,18 @@ def compared(recordings: list[Recording]) -> Comparison:
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("mlp", "ddp"), ("conv", "zero1"), ("gpt", "zero2"), ("encoder", "fsdp")]
-)
+    ("name", "strategy"),
+    [
+        ("mlp", "ddp"), ("conv", "zero1"), ("gpt", "zero2"), ("encoder", "fsdp"),
+        ("fourier", "ddp"), ("fourier", "fsdp"),
+    ],
+)  # fmt: skip
 def test_all_parts_of_all_ranks_are_compared(name, strategy, tmp_path, monkeypatch):
     recordings = recorded(tmp_path, monkeypatch, name, strategy)
     found = compared(recordings)
     assert found.is_equal
     assert found.worst("gradients", "parameters") < 1e-13
-    trained = {key for key, _ in nets.MODELS[name][0]().named_parameters()}
+    trained = {key for key, p in MODELS[name][0]().named_parameters() if p.requires_grad}
     assert {label for (label,) in found.labels} == trained
     for kind in ("gradients", "parameters"):
         seen = set()
