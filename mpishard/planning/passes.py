@@ -41,13 +41,7 @@ class Activations:
     def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return an array, counted until Python frees it."""
         array = ReservedArray(shape, dtype)
-        return self._counted(array, array.nbytes >= RETURNED_BYTES)
-
-    def arrays(self, nbytes: int) -> Array:
-        """Return memory of several small arrays, counted until Python frees it."""
-        return self._counted(ReservedArray(nbytes, np.dtype(np.uint8)), is_large=False)
-
-    def _counted(self, array: Array, is_large: bool) -> Array:
+        is_large = array.nbytes >= RETURNED_BYTES
         self._held[is_large] += array.nbytes
         self._peak[is_large] = max(self._peak[is_large], self._held[is_large])
         weakref.finalize(array, self._free, array.nbytes, is_large).atexit = False
@@ -93,8 +87,8 @@ class PlannedLayer(Layer):
         kept = [
             array for array, keeps in ((x, saves.keeps_input), (y, saves.keeps_output)) if keeps
         ]
-        if saves.nbytes:
-            kept.append(self._activations.arrays(batch * saves.nbytes))
+        byte = np.dtype(np.uint8)
+        kept += [self._activations.array((batch * nbytes,), byte) for nbytes in saves.arrays]
         return y, (x.shape, kept)
 
     def backward_input(self, p: Parameters, saved: Saved, dy: Array) -> tuple[Array | None, Saved]:

@@ -127,8 +127,8 @@ class SplitLinear(TensorParallelLayer):
         # The activation's own output may be gathered, or summed: it is counted here.
         own = self.activation.saved_activations(self._activation_shape(input_shape), dtype)
         output = math.prod(self._activation_shape(input_shape)) * dtype.itemsize
-        kept = (own.keeps_input + own.keeps_output) * output
-        return SavedActivations(own.nbytes + kept, keeps_input=True)
+        arrays = (*own.arrays, *(output,) * (own.keeps_input + own.keeps_output))
+        return SavedActivations(sum(arrays), keeps_input=True, arrays=arrays)
 
     def _activation_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.output_shape(input_shape)

@@ -217,8 +217,9 @@ class Residual(Layer):
     def saved_activations(self, input_shape: tuple[int, ...], dtype: DType) -> SavedActivations:
         """Return the inner layers'; the sum is a new array, which is not saved here."""
         inner = self.inner.saved_activations(input_shape, dtype)
-        output = math.prod(input_shape) * dtype.itemsize if inner.keeps_output else 0
-        return SavedActivations(inner.nbytes + output, inner.keeps_input)
+        outputs = (math.prod(input_shape) * dtype.itemsize,) * inner.keeps_output
+        arrays = (*inner.arrays, *outputs)
+        return SavedActivations(sum(arrays), inner.keeps_input, arrays=arrays)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Saved]:
         """Add x to the inner output."""

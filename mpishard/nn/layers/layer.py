@@ -10,7 +10,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -130,17 +130,24 @@ class SavedActivations:
         array.
     is_view : bool
         Whether the output is the input, or a view of it.
+    arrays : tuple of int
+        Bytes of each array that ``nbytes`` adds up. Default: a single one.
     """
 
     nbytes: int = 0
     keeps_input: bool = False
     keeps_output: bool = False
     is_view: bool = False
+    arrays: tuple[int, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if self.nbytes and not self.arrays:
+            object.__setattr__(self, "arrays", (self.nbytes,))
 
     @classmethod
     def of_chain(cls, parts: Iterable[tuple[SavedActivations, int]]) -> SavedActivations:
         """Return the memory of a chain of layers: each one's, and the bytes of its output."""
-        nbytes, keeps_input = 0, False
+        arrays, keeps_input = list[int](), False
         # The array between two layers: its bytes if it was made in the chain, and whether one of
         # the layers has saved it.
         between: int | None = None
@@ -155,11 +162,13 @@ class SavedActivations:
                 if between is None:
                     keeps_input = True
                 elif not is_kept:
-                    nbytes, is_kept = nbytes + between, True
-            nbytes += part.nbytes
+                    arrays.append(between)
+                    is_kept = True
+            arrays += part.arrays
         # The last array is the chain's output, which the next layer may save, too.
-        own = between if is_kept and between is not None else 0
-        return cls(nbytes - own, keeps_input, is_kept, between is None)
+        if is_kept and between is not None:
+            arrays.remove(between)
+        return cls(sum(arrays), keeps_input, is_kept, between is None, tuple(arrays))
 
 
 class Layer(ABC):
