@@ -175,7 +175,7 @@ def _kind(job: Job) -> Hashable:
     The second and the third micro-batch each take a buffer in which gradients are added. So more
     micro-batches than these need less memory only if they are compared with each other.
     """
-    return *_group(job), job.checkpoint_config is not None, min(job.micro_batch_count, 3)
+    return _group(job), job.checkpoint_config is not None, min(job.micro_batch_count, 3)
 
 
 def _needs_more(step: StepPlan) -> tuple[Any, ...]:

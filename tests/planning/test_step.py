@@ -23,6 +23,7 @@ from mpishard.planning import (
     plan_step,
     works_of,
 )
+from mpishard.planning.mesh import _group, _until_one_fits
 from mpishard.tensor import partition_chain
 
 RATE = 1e11
@@ -229,19 +230,23 @@ def test_mesh_is_the_fastest_that_fits():
     assert dict(single.refused)["1x1x2"].startswith("a batch of 1 is too small")
 
 
-@pytest.mark.parametrize(("hosts", "batch"), [(1, 32), (2, 2)])
-def test_no_way_that_fits_is_rejected(hosts, batch):
-    # With few samples the buffers of further micro-batches take more than these save.
-    model = ms.nn.MLP([100, 300, 20, 50, 60], dtype="float32")
-    job, known = Job(2, hosts, batch_size=batch), {}
-    ways = [each.step for each in plan_mesh(model, job, MACHINE, 1 << 40).candidates]
-    needed = [memory_of(model, way.job, known).host.total for way in ways]
-    assert needed[::9] == [memory_of(model, way.job).host.total for way in ways[::9]]
-    limits = sorted(set(needed))
-    for limit in (limits[0] - 1, limits[0], limits[3], limits[len(limits) // 2]):
-        fits = [way for way, nbytes in zip(ways, needed, strict=True) if nbytes <= limit]
-        chosen = plan_mesh(model, job, MACHINE, limit).chosen
-        assert (chosen and chosen.step) == (fits[0] if fits else None)
+def test_no_way_that_fits_is_rejected():
+    # With few samples the buffers of further micro-batches take more than these save, and stages of
+    # few layers need more memory if they compute them again.
+    model = ms.nn.MLP([64] * 7, dtype="float32")
+    free = plan_mesh(model, Job(4, 2, batch_size=5), MACHINE, 1 << 40)
+    known, groups = {}, {}
+    for each in free.candidates:
+        nbytes = memory_of(model, each.step.job, known).host.total
+        groups.setdefault(_group(each.step.job), []).append((each.step, nbytes))
+    for ways in groups.values():
+        needed = sorted({nbytes for _, nbytes in ways})
+        for limit in {needed[0], needed[len(needed) // 2]}:
+            found, _ = _until_one_fits(model, [step for step, _ in ways], limit, known)
+            assert found[-1].step == next(step for step, nbytes in ways if nbytes <= limit)
+            assert found[-1].missing == 0
+        found, nearest = _until_one_fits(model, [step for step, _ in ways], needed[0] - 1, known)
+        assert all(each.missing > 0 for each in (*found, *nearest))
 
 
 def test_jobs_that_share_what_is_known_differ_in_all_that_decides_their_times():
