@@ -318,6 +318,10 @@ def test_rates_between_measured_shapes():
         ({"memory": [-1]}, "must be above 0 and finite, got -1"),
         ({"name": None, "ranks_per_node": 0}, "ranks_per_node must be 1 or more, got 0"),
         ({"unit_second": 1}, "'unit_second' is no name of a machine file; did you mean unit_sec"),
+        ({"products": "fast"}, "products must be a list, got 'fast'"),
+        ({"products": [1]}, "products must name precision, rows, columns, inner, flops_per_second"),
+        ({"memory": 5}, "memory must be a list, got 5"),
+        ({"node": None}, "node must name latency, bytes_per_second"),
         ({"network": {"latency": 0, "bytes": 1}}, "'bytes' is no name of a Link"),
     ],
 )
