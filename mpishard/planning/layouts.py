@@ -32,7 +32,7 @@ def once(known: Known, key: Hashable, make: Callable[[], _T]) -> _T:
     return found
 
 
-def place_of(job: Job) -> tuple[Hashable, ...]:
+def arrangement_of(job: Job) -> tuple[Hashable, ...]:
     """Return what decides the groups and the hosts of each rank."""
     return job.hosts, job.sizes, job.order
 
@@ -44,7 +44,7 @@ def mesh_of(job: Job, rank: int, known: Known) -> PlannedMesh:
         nodes = [each // job.ranks_per_host for each in range(job.ranks)]
         return PlannedMesh(PlannedBackend(rank, nodes), *job.sizes, order=job.order)
 
-    return once(known, ("mesh", place_of(job), rank), make)
+    return once(known, ("mesh", arrangement_of(job), rank), make)
 
 
 def choices_of(model: ILayeredModel, job: Job, rank: int, known: Known) -> MeshChoices:
@@ -80,7 +80,7 @@ def division_of(job: Job) -> tuple[Hashable, ...]:
     schedule, size = job.used_schedule, job.sizes[0]
     virtual = range(schedule.virtual_stages_per_rank)
     placed = tuple(schedule.global_stage(r, v, size) for r in range(size) for v in virtual)
-    return *place_of(job), placed, job.sequence_parallel
+    return *arrangement_of(job), placed, job.sequence_parallel
 
 
 def layout_of(model: ILayeredModel, job: Job, choices: MeshChoices, known: Known) -> StageLayout:

@@ -27,7 +27,7 @@ from mpishard.models import (
 from mpishard.observe import MemoryCategory
 from mpishard.planning.backend import PlannedMesh
 from mpishard.planning.jobs import Job, UnplannableError
-from mpishard.planning.layouts import Known, choices_of, layout_of, mesh_of, once, place_of
+from mpishard.planning.layouts import Known, choices_of, layout_of, mesh_of, once, arrangement_of
 from mpishard.planning.passes import Activations, PlannedLoss, PlannedMeshProgram, PlannedProgram
 from mpishard.planning.reserved import ReservedArray, ReservedLedger
 from mpishard.sharding import ShardingConfiguration
@@ -145,7 +145,7 @@ def memory_of(model: Any, job: Job, known: Known | None = None) -> MemoryRow:
         raise UnplannableError(
             f"{job.strategy} {job.sizes} of {job.ranks} ranks: {error}"
         ) from error
-    hosts = once(known, ("hosts", place_of(job)), lambda: _stages_of_hosts(job, mesh))
+    hosts = once(known, ("hosts", arrangement_of(job)), lambda: _stages_of_hosts(job, mesh))
     sums = (sum((stages[stage] for stage in host), MemoryUse()) for host in hosts)
     return MemoryRow(job, tuple(stages), max(sums, key=lambda use: use.total))
 

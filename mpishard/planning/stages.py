@@ -21,7 +21,7 @@ from mpishard.planning.layouts import (
     layout_of,
     mesh_of,
     once,
-    place_of,
+    arrangement_of,
 )
 from mpishard.planning.machine import Machine
 from mpishard.planning.messages import Messages
@@ -111,7 +111,7 @@ class LayerTimes:
         # All that decides the times: rarely the strategy, the schedule, or recomputation.
         key = (
             "times",
-            division_of(job) if self._is_mesh else place_of(job),
+            division_of(job) if self._is_mesh else arrangement_of(job),
             job.minimum_parameter_group_size,
             job.precision,
             self._samples,
