@@ -27,7 +27,7 @@ from mpishard.models import (
 from mpishard.observe import MemoryCategory
 from mpishard.planning.backend import PlannedMesh
 from mpishard.planning.jobs import Job, UnplannableError
-from mpishard.planning.layouts import Known, choices_of, layout_of, mesh_of, once, arrangement_of
+from mpishard.planning.layouts import Known, arrangement_of, choices_of, layout_of, mesh_of, once
 from mpishard.planning.passes import Activations, PlannedLoss, PlannedMeshProgram, PlannedProgram
 from mpishard.planning.reserved import ReservedArray, ReservedLedger
 from mpishard.sharding import ShardingConfiguration

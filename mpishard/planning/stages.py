@@ -16,12 +16,12 @@ from mpishard.planning.costs import LayerWork, Sent, works_of
 from mpishard.planning.jobs import Job, UnplannableError
 from mpishard.planning.layouts import (
     Known,
+    arrangement_of,
     choices_of,
     division_of,
     layout_of,
     mesh_of,
     once,
-    arrangement_of,
 )
 from mpishard.planning.machine import Machine
 from mpishard.planning.messages import Messages
