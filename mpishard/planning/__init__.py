@@ -6,8 +6,10 @@ row of it, and ``advice.py`` words for it. A row is measured: ``passes.py`` runs
 engine, stores and schedule with layers that compute nothing, ``backend.py`` has a rank of a world
 that does not exist, and ``reserved.py`` arrays without memory.
 
-``machine.py`` has the speeds of a machine, ``costs.py`` the work of each layer, ``step.py`` the
-time of a step that follows from both, and ``mesh.py`` the fastest way that fits a memory.
+``layouts.py`` makes meshes and layouts once for all jobs that have them. ``machine.py`` has the
+speeds of a machine, ``costs.py`` the work of each layer, ``stages.py`` the times of layers that
+follow from both, ``messages.py`` those of messages, ``step.py`` the time of a step, and ``mesh.py``
+the fastest way that fits a memory.
 
 This room makes no formulae of its own: it asks the layouts, policies, stores, layers and schedules
 that a run asks. It imports models, optimizers, pipeline, nn, sharding, communication and observe.

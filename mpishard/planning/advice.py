@@ -90,14 +90,19 @@ def _on_more_hosts(model: Any, job: Job, limit: int, change: str) -> str:
 
 
 def _on(job: Job, factor: int) -> Job:
-    """Return the job with ``factor`` times the hosts and the same batch; the data axis grows."""
-    return replace(
+    """Return the job with ``factor`` times the hosts and the same batch; the data axis grows.
+
+    It has fewer micro-batches if a rank has fewer samples than these.
+    """
+    more = replace(
         job,
         ranks=job.ranks * factor,
         hosts=job.hosts * factor,
         mesh=(*job.mesh[:2], -1),
         batch_size=job.samples,
     )
+    most = max(1, more.samples // more.sizes[2])
+    return replace(more, micro_batch_count=min(job.micro_batch_count, most))
 
 
 def _cost_of_recomputation(model: ILayeredModel) -> float:

@@ -318,7 +318,7 @@ def planned_model(factory: Callable[..., Any] | object) -> Any:
         given = factory(*[0] * len(required))
     except MemoryError as error:
         raise UnplannableError(f"the factory ran out of memory ({error}); {_EXPECTED}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnplannableError(f"the factory raised {type(error).__name__}: {error}") from error
     model = given[0] if isinstance(given, tuple) and given else given
     if not _is_model(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -227,11 +227,13 @@ class Machine:
         return cls(
             name=str(found["name"]),
             ranks_per_node=found["ranks_per_node"],
-            products=tuple(_read(ProductRate, each) for each in found["products"]),
-            memory=tuple(found["memory"]),
-            node=_read(Link, found["node"]),
-            network=None if network is None else _read(Link, network),
-            passes=tuple(_read(PassRate, each) for each in found.get("passes", ())),
+            products=tuple(
+                _read(ProductRate, "products", each) for each in _list(found, "products")
+            ),
+            memory=tuple(_list(found, "memory")),
+            node=_read(Link, "node", found["node"]),
+            network=None if network is None else _read(Link, "network", network),
+            passes=tuple(_read(PassRate, "passes", each) for each in _list(found, "passes", ())),
             call_seconds=found.get("call_seconds", 0.0),
             unit_seconds=found.get("unit_seconds", 0.0),
             step_seconds=found.get("step_seconds", 0.0),
@@ -341,9 +343,19 @@ class Machine:
         return self.network
 
 
-def _read(kind: type[_Row], given: Mapping[str, Any]) -> _Row:
-    """Return the row of a file with these names."""
+def _list(found: Mapping[str, Any], name: str, usual: tuple[()] | None = None) -> Sequence[Any]:
+    """Return a list of a file; without ``usual`` the file must have it."""
+    given = found[name] if usual is None else found.get(name, usual)
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{name} must be a list, got {given!r}")
+    return given
+
+
+def _read(kind: type[_Row], place: str, given: Mapping[str, Any]) -> _Row:
+    """Return the row of a file that has these names, at ``place``."""
     names = [each.name for each in fields(kind)]
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{place} must name {', '.join(names)}, got {given!r}")
     for name in given:
         if name not in names:
             raise ValueError(f"{name!r} is no name of a {kind.__name__}{nearest(name, names)}")

@@ -16,6 +16,7 @@ from mpishard.planning.jobs import (
     UnplannableError,
     planned_model,
 )
+from mpishard.planning.layouts import Known
 from mpishard.planning.machine import Machine
 from mpishard.planning.rank_memory import memory_of
 from mpishard.planning.step import StepPlan, plan_step
@@ -24,6 +25,8 @@ _SCHEDULES = ("1f1b", "zb-h1")
 """Schedules that are tried: gpipe is never faster than 1f1b, and needs more memory."""
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+_NEAREST = 12  # meshes and strategies that are planned to the byte if none fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,11 @@ class Candidate:
     step : StepPlan
         Time of its step.
     host_bytes : int or None
-        Memory of a host; None if a faster job was chosen before it was planned. If no number of
-        micro-batches fits, it is that of the largest number, which needs least.
+        Memory of a host; None if the job itself was not planned: a faster one was chosen before, or
+        a job that needs less does not fit.
     missing : int
-        Bytes that a host lacks; 0 if it fits, or was not planned.
+        Bytes that a host lacks, at least these if ``host_bytes`` is None; 0 if the job fits, or a
+        faster one was chosen.
     """
 
     step: StepPlan
@@ -59,8 +63,7 @@ class MeshPlan:
     refused : tuple of (str, str)
         Meshes on which the model cannot be computed, and why.
     nearest : tuple of Candidate
-        If none fits: of each mesh, strategy and schedule the one that needs least, the nearest
-        first.
+        If none fits: jobs that need least of their mesh and strategy, the nearest first.
     advice : tuple of str
         If none fits: changes with which the nearest does.
     """
@@ -105,13 +108,13 @@ def plan_mesh(
     model = planned_model(model)
     steps: list[StepPlan] = []
     refused: dict[str, str] = {}
-    stages: dict[Hashable, Any] = {}
+    known: Known = {}
     for way in _ways(model, job, precisions):
         mesh = "x".join(map(str, way["mesh"]))
         if mesh in refused:
             continue
         try:
-            steps.append(plan_step(model, replace(job, **way), machine, stages))
+            steps.append(plan_step(model, replace(job, **way), machine, known))
         except UnplannableError as error:
             # Too many micro-batches for this batch say nothing about the mesh.
             if way["micro_batch_count"] == 1:
@@ -119,37 +122,85 @@ def plan_mesh(
     if not steps:
         raise UnplannableError(next(iter(refused.values())))
     steps.sort(key=lambda step: step.seconds)
-    smallest: dict[Hashable, StepPlan] = {}
-    for step in sorted(steps, key=lambda step: -step.job.micro_batch_count):
-        smallest.setdefault(_kind(step.job), step)
-    least: dict[Hashable, Candidate] = {}
-    found: list[Candidate] = []
-    for step in steps:
-        kind = _kind(step.job)
-        if kind not in least:
-            least[kind] = _candidate(model, smallest[kind], host_memory)
-        # If the smallest micro-batches do not fit, larger ones need not be planned.
-        this = least[kind]
-        if this.missing == 0 and this.step is not step:
-            this = _candidate(model, step, host_memory)
-        found.append(replace(this, step=step))
-        if this.missing == 0:
-            break
+    found, nearest = _until_one_fits(model, steps, host_memory, known)
     chosen = found[-1] if found[-1].missing == 0 else None
-    nearest = sorted(least.values(), key=lambda each: each.missing) if chosen is None else []
     advice = [] if chosen else changes_of(model, nearest[0].step.job, host_memory)
     found += map(Candidate, steps[len(found) :])
     return MeshPlan(chosen, tuple(found), tuple(refused.items()), tuple(nearest), tuple(advice))
 
 
+def _until_one_fits(
+    model: Any, steps: Sequence[StepPlan], limit: int, known: Known
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return candidates up to the first that fits; if none does, the nearest to it, too."""
+    # Of each group and kind the one that needs least.
+    smallest: dict[Hashable, StepPlan] = {}
+    for step in sorted(steps, key=_needs_more):
+        smallest.setdefault(_group(step.job), step)
+        smallest.setdefault(_kind(step.job), step)
+    lacking: dict[Hashable, int] = {}
+    least: dict[Hashable, Candidate] = {}
+    found = list[Candidate]()
+    for step in steps:
+        group, kind = _group(step.job), _kind(step.job)
+        if group not in lacking:
+            lacking[group] = max(0, _floor(model, smallest[group].job, known) - limit)
+        if lacking[group]:
+            found.append(Candidate(step, missing=lacking[group]))
+            continue
+        if kind not in least:
+            least[kind] = _candidate(model, smallest[kind], limit, known)
+        this = least[kind]
+        if this.step is not step:
+            # If the smallest of a kind does not fit, the others need not be planned.
+            this = replace(this, step=step, host_bytes=None)
+            if not this.missing:
+                this = _candidate(model, step, limit, known)
+        found.append(this)
+        if not this.missing:
+            return found, []
+    first = sorted((group for group in lacking if lacking[group]), key=lacking.__getitem__)
+    nearest = [_candidate(model, smallest[group], limit, known) for group in first[:_NEAREST]]
+    return found, sorted((*least.values(), *nearest), key=lambda each: each.missing)
+
+
+def _group(job: Job) -> Hashable:
+    """Return what jobs of one mesh and strategy have in common."""
+    return job.precision, job.sizes, job.axis_strategy
+
+
 def _kind(job: Job) -> Hashable:
-    """Return what jobs have in common that differ in the number of micro-batches alone."""
-    again = job.checkpoint_config is not None
-    return job.precision, job.sizes, job.axis_strategy, job.schedule, again
+    """Return what jobs of a group have in common of which the last by `_needs_more` needs least.
+
+    The second and the third micro-batch each take a buffer in which gradients are added. So more
+    micro-batches than these need less memory only if they are compared with each other.
+    """
+    return _group(job), job.checkpoint_config is not None, min(job.micro_batch_count, 3)
 
 
-def _candidate(model: Any, step: StepPlan, limit: int) -> Candidate:
-    nbytes = memory_of(model, _shortened(step.job)).host.total
+def _needs_more(step: StepPlan) -> tuple[Any, ...]:
+    """Return a key that sorts jobs of a kind by memory; ZB-H1 never needs less than 1F1B."""
+    job = step.job
+    return -job.micro_batch_count, job.checkpoint_config is None, job.schedule == "zb-h1"
+
+
+def _floor(model: Any, job: Job, known: Known) -> int:
+    """Return bytes of a host below which no job of the group fits: of one smallest micro-batch.
+
+    ``job`` has the most micro-batches of its group. Recomputation needs more if it saves nothing.
+    More micro-batches gather one unit less, which is not counted.
+    """
+    size = -(-job.samples_of_rank // job.micro_batch_count)
+    one = replace(job, micro_batch_count=1, batch_size=size * job.sizes[2])
+    uses = (
+        memory_of(model, replace(one, checkpoint_config=again), known).host
+        for again in (RECOMPUTATION, None)
+    )
+    return min(use.total - use.unsharded_units for use in uses)
+
+
+def _candidate(model: Any, step: StepPlan, limit: int, known: Known) -> Candidate:
+    nbytes = memory_of(model, _shortened(step.job), known).host.total
     return Candidate(step, nbytes, max(0, nbytes - limit))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpishard.base import BFLOAT16, RETURNED_BYTES, Array, DType, widened_dtype
 from mpishard.contracts import ILayeredModel, ILossFunction, Saved
-from mpishard.models import LayeredProgram, MeshProgram, ModelVector
+from mpishard.models import LayeredProgram, MeshChoices, MeshProgram, ModelVector, StageLayout
 from mpishard.nn import Context, Gradients, GradientTargets, Layer, Parameters
 from mpishard.pipeline import IPipelineStage, PipelineOperationType
 from mpishard.planning.reserved import ReservedArray
@@ -70,6 +70,7 @@ class PlannedLayer(Layer):
         self._layer = layer
         self._activations = activations
         self._dtype = dtype
+        self._names = [name for name, _ in layer.walk_parameters()]
         # Micro-batches have one shape.
         self._shapes = functools.cache(self._of_shape)
 
@@ -96,8 +97,8 @@ class PlannedLayer(Layer):
         return self._input_gradient(saved), (saved, dy)
 
     def backward_weight(self, pending: Saved, g: Gradients) -> None:
-        for name, _ in self._layer.walk_parameters():
-            if isinstance(g, GradientTargets):
+        if isinstance(g, GradientTargets):
+            for name in self._names:
                 g.unwritten(name)
 
     def _input_gradient(self, saved: Saved) -> Array | None:
@@ -184,11 +185,16 @@ class PlannedMeshProgram(MeshProgram, _Planned):
         self,
         model: ILayeredModel,
         config: ShardingConfiguration,
-        choices: Any,
+        choices: MeshChoices,
         activations: Activations,
+        layout: StageLayout,
     ) -> None:
+        self._known_layout = layout
         super().__init__(model, config, choices)
         self._reserve(activations)
+
+    def _make_layout(self) -> StageLayout:
+        return self._known_layout
 
     def loss_here(self, loss: ILossFunction) -> ILossFunction:
         # A loss of a part of the classes takes float32.

@@ -17,20 +17,17 @@ from mpishard.models import (
     Engine,
     IPlaceableModel,
     LayeredProgram,
-    MeshOptions,
     OpaqueProgram,
     PlacedProgram,
     Policy,
     Program,
     build_engine,
-    checked_mesh_options,
-    mesh_choices,
     require_precision,
 )
-from mpishard.nn import Attention, Layer
 from mpishard.observe import MemoryCategory
-from mpishard.planning.backend import PlannedBackend, PlannedMesh
+from mpishard.planning.backend import PlannedMesh
 from mpishard.planning.jobs import Job, UnplannableError
+from mpishard.planning.layouts import Known, arrangement_of, choices_of, layout_of, mesh_of, once
 from mpishard.planning.passes import Activations, PlannedLoss, PlannedMeshProgram, PlannedProgram
 from mpishard.planning.reserved import ReservedArray, ReservedLedger
 from mpishard.sharding import ShardingConfiguration
@@ -112,8 +109,17 @@ class MemoryRow:
         return self.job.name
 
 
-def memory_of(model: Any, job: Job) -> MemoryRow:
+def memory_of(model: Any, job: Job, known: Known | None = None) -> MemoryRow:
     """Return the memory of one run of ``model``, which the call does not change.
+
+    Parameters
+    ----------
+    model : object
+        As `planned_model` returns it.
+    job : Job
+        The run.
+    known : dict, optional
+        What was found for other jobs of this model; the call adds to it.
 
     Raises
     ------
@@ -121,18 +127,19 @@ def memory_of(model: Any, job: Job) -> MemoryRow:
         If the model cannot be run in this way, with the reason that a run would give.
     """
     job, size = job.with_options(), job.ranks_per_host
+    known = {} if known is None else known
     try:
         if not _is_mesh(job):
-            use = _memory_of_rank(model, job, 0)
+            use = _memory_of_rank(model, job, 0, known)
             return MemoryRow(job, (use,), sum([use] * size, MemoryUse()))
-        mesh = PlannedMesh(_backend(job, 0), *job.sizes, order=job.order)
+        mesh = mesh_of(job, 0, known)
         # Tensor rank 0 and data rank 0 have the largest slices and pieces. Stages of equal layers
         # and orders need equal memory.
         found: dict[Hashable, MemoryUse] = {}
         stages = []
-        for stage, key in enumerate(_kinds_of_stages(model, job, mesh)):
+        for stage, key in enumerate(_kinds_of_stages(model, job, known)):
             if key not in found:
-                found[key] = _memory_of_rank(model, job, mesh.rank_of(stage, 0, 0))
+                found[key] = _memory_of_rank(model, job, mesh.rank_of(stage, 0, 0), known)
             stages.append(found[key])
     except (ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, UnplannableError):
@@ -140,13 +147,19 @@ def memory_of(model: Any, job: Job) -> MemoryRow:
         raise UnplannableError(
             f"{job.strategy} {job.sizes} of {job.ranks} ranks: {error}"
         ) from error
-    stage_of = [mesh.coordinates_of(rank)[0] for rank in range(job.ranks)]
-    hosts = {tuple(sorted(stage_of[at : at + size])) for at in range(0, job.ranks, size)}
+    hosts = once(known, ("hosts", arrangement_of(job)), lambda: _stages_of_hosts(job, mesh))
     sums = (sum((stages[stage] for stage in host), MemoryUse()) for host in hosts)
     return MemoryRow(job, tuple(stages), max(sums, key=lambda use: use.total))
 
 
-def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashable]:
+def _stages_of_hosts(job: Job, mesh: PlannedMesh) -> set[tuple[int, ...]]:
+    """Return the stages that ranks of one host have, of all different hosts."""
+    stage_of = [mesh.coordinates_of(rank)[0] for rank in range(job.ranks)]
+    size = job.ranks_per_host
+    return {tuple(sorted(stage_of[at : at + size])) for at in range(0, job.ranks, size)}
+
+
+def _kinds_of_stages(model: Any, job: Job, known: Known) -> Iterator[Hashable]:
     """Yield what decides the memory of the ranks of each stage: its layers and its order."""
     if not isinstance(model, ILayeredModel):
         raise UnplannableError(
@@ -154,11 +167,9 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
             "zero1, zero2 or fsdp"
         )
     infos = model.get_all_layer_info()
-    for info in infos:
-        check_heads(info.name, info.layer, mesh.tensor_size)
-    choices = mesh_choices(model, mesh, mesh_options_of(job))
-    count = choices.micro_batch_count
-    for rank in range(mesh.pipeline_size):
+    choices = choices_of(model, job, 0, known)
+    count, size = choices.micro_batch_count, job.sizes[0]
+    for rank in range(size):
         layers = [infos[slice(*choices.stages[stage])] for stage in choices.stages_of(rank)]
         kinds = [
             # A parameter of another layer, which stages that use it hold, has the other's name.
@@ -166,30 +177,10 @@ def _kinds_of_stages(model: Any, job: Job, mesh: PlannedMesh) -> Iterator[Hashab
             for stage in layers
             for info in stage
         ]
-        order = choices.schedule.get_schedule(rank, mesh.pipeline_size, count)
+        order = choices.schedule.get_schedule(rank, size, count)
         # The ends have the model's input, its loss, and layers that share parameters.
-        ends = rank in (0, mesh.pipeline_size - 1) and rank
+        ends = rank in (0, size - 1) and rank
         yield tuple(kinds), tuple(map(len, layers)), tuple(order), ends
-
-
-def check_heads(name: str, layer: Layer, tensor: int) -> None:
-    """Refuse attention with fewer heads than tensor ranks: each rank would compute all of it."""
-    heads = min(layer.heads, layer.kv_heads) if isinstance(layer, Attention) else tensor
-    if heads < tensor:
-        raise UnplannableError(
-            f"a tensor axis of {tensor} ranks does not divide the {heads} heads of {name}; give "
-            f"at most {heads}"
-        )
-    for child, inner in layer.children.items():
-        check_heads(f"{name}.{child}", inner, tensor)
-
-
-def mesh_options_of(job: Job) -> MeshOptions:
-    """Return the options of a mesh model for the job."""
-    names = ("micro_batch_count", "schedule", "checkpoint_config", "sequence_parallel")
-    given = {name: getattr(job, name) for name in (*names, "data_parallel_strategy")}
-    given |= {"partition_strategy": None, "order": job.order}
-    return MeshOptions(**checked_mesh_options(given))
 
 
 def _is_mesh(job: Job) -> bool:
@@ -200,21 +191,16 @@ def _is_mesh(job: Job) -> bool:
     )
 
 
-def _backend(job: Job, rank: int) -> PlannedBackend:
-    return PlannedBackend(rank, [r // job.ranks_per_host for r in range(job.ranks)])
-
-
-def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
-    backend = _backend(job, rank)
+def _memory_of_rank(model: Any, job: Job, rank: int, known: Known) -> MemoryUse:
     config = ShardingConfiguration(
-        backend,
+        mesh_of(job, rank, known).world,
         precision=job.precision,
         minimum_parameter_group_size=job.minimum_parameter_group_size,
     )
     if job.precision is not None:
         require_precision(model, job.precision)
     activations = Activations()
-    program, policy = _program(model, job, config, activations)
+    program, policy = _program(model, job, config, activations, known)
     ledger = ReservedLedger()
     engine = build_engine(program, policy, config, type(model).__name__, ledger=ledger)
     loss = PlannedLoss(getattr(model, "default_loss_function", None), activations)
@@ -232,14 +218,14 @@ def _memory_of_rank(model: Any, job: Job, rank: int) -> MemoryUse:
         activations=activations.peak if isinstance(model, ILayeredModel) else None,
         buffers=peak(MemoryCategory.SCRATCH),
         messages=_bytes_of_messages(program),
-        black_box=program.units[-1].stop * _bytes_of_a_box(program, job),
+        black_box=_bytes_of_a_box(program, job),
     )
     del state
     return use
 
 
 def _program(
-    model: Any, job: Job, config: ShardingConfiguration, activations: Activations
+    model: Any, job: Job, config: ShardingConfiguration, activations: Activations, known: Known
 ) -> tuple[Program, Policy]:
     """Return the program of a rank, and the policy of its strategy."""
     if not _is_mesh(job):
@@ -249,10 +235,10 @@ def _program(
         if isinstance(model, IPlaceableModel):
             return PlacedProgram(model, config), policy
         return OpaqueProgram(model, config.communication_backend), policy
-    mesh = PlannedMesh(config.communication_backend, *job.sizes, order=job.order)
-    choices = mesh_choices(model, mesh, mesh_options_of(job))
-    policy = DATA_POLICIES[job.data_parallel_strategy if mesh.data_size > 1 else "ddp"]
-    return PlannedMeshProgram(model, config, choices, activations), policy
+    choices = choices_of(model, job, config.communication_backend.rank, known)
+    layout = layout_of(model, job, choices, known)
+    policy = DATA_POLICIES[job.data_parallel_strategy if job.sizes[2] > 1 else "ddp"]
+    return PlannedMeshProgram(model, config, choices, activations, layout), policy
 
 
 def _bytes_of_messages(program: Program) -> int:
@@ -265,14 +251,14 @@ def _bytes_of_messages(program: Program) -> int:
 
 
 def _bytes_of_a_box(program: Program, job: Job) -> int:
-    """Return the bytes per parameter that a program which is not ours takes beside the ledger."""
-    if isinstance(program, LayeredProgram):
+    """Return the bytes that a program which is not ours takes beside the ledger."""
+    if isinstance(program, LayeredProgram):  # a stage of it may have no parameters
         return 0
     gradient = BFLOAT16.itemsize if job.precision == "bfloat16" else program.dtype.itemsize
     # A module computes with the ledger's parameters. Its gradients live one by one, but PyTorch
     # asks for aligned memory, for which glibc does not use that of the last gradient.
     own = 0 if isinstance(program, PlacedProgram) else program.dtype.itemsize
-    return own + gradient
+    return program.units[-1].stop * (own + gradient)
 
 
 def _train(engine: Engine, job: Job, loss: PlannedLoss) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import resource
+import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from mpishard.observe import MemoryCategory
 from mpishard.optimizers import SGD, AdamW
 from mpishard.pipeline import ActivationCheckpointConfig
 from mpishard.planning import RECOMPUTATION, Job, UnplannableError, jobs_of, memory_of, plan_memory
+from mpishard.planning.advice import changes_of
 from mpishard.planning.mesh import _shortened
 from mpishard.planning.passes import Activations
 
@@ -262,6 +265,7 @@ def holding() -> Any:
         (gpt, {"order": ("data",)}, "order must name pipeline, tensor"),
         (gpt, {"micro_batch_counts": [9]}, "a batch of 32 is too small for a data axis of 4 and 9"),
         (lambda: 1 / 0, {}, "the factory raised ZeroDivisionError: division by zero"),
+        (lambda: sys.exit(3), {}, "the factory raised SystemExit: 3"),
         (3, {}, "expected a model, or a factory that returns one, got a int"),
         (gpt, {"hosts": 3}, "4 ranks on 3 hosts"),
         (gpt, {"meshes": [(3, 1, 1)]}, r"pipeline 3 x tensor 1 x data 1 = 3, and the world has 4"),
@@ -301,6 +305,13 @@ def test_advice_says_what_fits() -> None:
         gpt(8), 2, meshes=[], batch_size=64, micro_batch_counts=[4], host_memory=least // 9
     )
     assert "with 8 samples a step" in few.advice[-1]
+
+
+def test_advice_has_no_more_micro_batches_than_a_rank_has_samples() -> None:
+    job = Job(2, strategy="hybrid", batch_size=4, micro_batch_count=2, schedule="1f1b")
+    limit = memory_of(gpt(), replace(job, ranks=4, hosts=2, micro_batch_count=1)).host.total
+    first, *_ = changes_of(gpt(), job, limit)
+    assert first.startswith("zero1 fits on 2 hosts (4 ranks)")
 
 
 def test_tensor_groups_stay_on_a_host_and_all_rows_have_one_batch() -> None:

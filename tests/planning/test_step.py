@@ -18,10 +18,12 @@ from mpishard.planning import (
     PassRate,
     ProductRate,
     UnplannableError,
+    memory_of,
     plan_mesh,
     plan_step,
     works_of,
 )
+from mpishard.planning.mesh import _group, _until_one_fits
 from mpishard.tensor import partition_chain
 
 RATE = 1e11
@@ -203,17 +205,18 @@ def test_mesh_is_the_fastest_that_fits():
     assert free.chosen is free.candidates[0]
     nothing = plan_mesh(model, job, MACHINE, 1000)
     assert nothing.chosen is None
-    assert all(each.missing == each.host_bytes - 1000 for each in nothing.candidates)
-    limit = min(each.host_bytes for each in nothing.candidates)
+    assert all(each.missing == each.host_bytes - 1000 for each in nothing.nearest)
+    assert all(each.missing > 0 and each.host_bytes is None for each in nothing.candidates)
+    limit = min(each.host_bytes for each in nothing.nearest)
     tight = plan_mesh(model, job, MACHINE, limit)
     assert tight.chosen.host_bytes <= limit
     assert tight.chosen is not tight.candidates[0]
     before = tight.candidates[: tight.candidates.index(tight.chosen)]
-    assert all(each.missing == each.host_bytes - limit > 0 for each in before)
+    assert all(each.missing > 0 for each in before)
+    assert all(each.missing == each.host_bytes - limit for each in before if each.host_bytes)
     times = [each.step.seconds for each in tight.candidates]
     assert times == sorted(times)
     assert {each.step.job.samples for each in tight.candidates} == {4}
-    # All that differ in micro-batches alone are said to need what the smallest ones do.
     assert [each.missing for each in nothing.nearest] == sorted(e.missing for e in nothing.nearest)
     assert nothing.nearest[0].step.job.checkpoint_config is not None
     assert any("with 4 samples" in line or "does not fit" in line for line in nothing.advice)
@@ -225,6 +228,57 @@ def test_mesh_is_the_fastest_that_fits():
     single = plan_mesh(model, Job(2, 1, batch_size=1), MACHINE, 1 << 40)
     assert {each.step.job.sizes[2] for each in single.candidates} == {1}
     assert dict(single.refused)["1x1x2"].startswith("a batch of 1 is too small")
+
+
+def test_no_way_that_fits_is_rejected():
+    # With few samples the buffers of further micro-batches take more than these save, and stages of
+    # few layers need more memory if they compute them again.
+    model = ms.nn.MLP([64] * 7, dtype="float32")
+    free = plan_mesh(model, Job(4, 2, batch_size=5), MACHINE, 1 << 40)
+    known, groups = {}, {}
+    for each in free.candidates:
+        nbytes = memory_of(model, each.step.job, known).host.total
+        groups.setdefault(_group(each.step.job), []).append((each.step, nbytes))
+    for ways in groups.values():
+        needed = sorted({nbytes for _, nbytes in ways})
+        for limit in {needed[0], needed[len(needed) // 2]}:
+            found, _ = _until_one_fits(model, [step for step, _ in ways], limit, known)
+            assert found[-1].step == next(step for step, nbytes in ways if nbytes <= limit)
+            assert found[-1].missing == 0
+        found, nearest = _until_one_fits(model, [step for step, _ in ways], needed[0] - 1, known)
+        assert all(each.missing > 0 for each in (*found, *nearest))
+
+
+def test_jobs_that_share_what_is_known_differ_in_all_that_decides_their_times():
+    again = [
+        ms.pipeline.ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers=every)
+        for every in (1, 4)
+    ]
+    looped = [ms.pipeline.Interleaved1F1BSchedule(stages) for stages in (2, 3)]
+    mesh = {"strategy": "hybrid", "mesh": (2, 1, 2), "micro_batch_count": 4, "batch_size": 16}
+    model, known = gpt(), {}
+    for choices in (
+        *({"checkpoint_config": config} for config in (None, *again)),
+        *({"schedule": schedule} for schedule in looped),
+        *({"hosts": hosts} for hosts in (1, 2, 4)),
+        *({"minimum_parameter_group_size": size} for size in (1, 100_000)),
+        *({"precision": "bfloat16"}, {"batch_size": 32}, {"sequence_parallel": True}),
+    ):
+        job = Job(4, **mesh | choices)
+        assert plan_step(model, job, MACHINE, known) == plan_step(model, job, MACHINE)
+        assert memory_of(model, job, known) == memory_of(model, job)
+
+
+def test_a_stage_without_parameters_has_a_plan():
+    model = ms.nn.Model(
+        ms.nn.Sequential(ms.nn.Linear(8, 8), *(ms.nn.ReLU() for _ in range(3))),
+        ms.nn.MSE(),
+        input_shape=(8,),
+        dtype="float32",
+    )
+    first, *rest = memory_of(model, Job(4, strategy="pipeline", batch_size=8)).stages
+    assert first.parameters == 4 * 72
+    assert {use.parameters for use in rest} == {0}
 
 
 # --------------------------------------------------------------------------------- machine files
@@ -264,6 +318,10 @@ def test_rates_between_measured_shapes():
         ({"memory": [-1]}, "must be above 0 and finite, got -1"),
         ({"name": None, "ranks_per_node": 0}, "ranks_per_node must be 1 or more, got 0"),
         ({"unit_second": 1}, "'unit_second' is no name of a machine file; did you mean unit_sec"),
+        ({"products": "fast"}, "products must be a list, got 'fast'"),
+        ({"products": [1]}, "products must name precision, rows, columns, inner, flops_per_second"),
+        ({"memory": 5}, "memory must be a list, got 5"),
+        ({"node": None}, "node must name latency, bytes_per_second"),
         ({"network": {"latency": 0, "bytes": 1}}, "'bytes' is no name of a Link"),
     ],
 )

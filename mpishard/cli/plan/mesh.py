@@ -123,7 +123,7 @@ def _table(found: MeshPlan) -> Table:
     chosen = found.chosen
     if chosen is None:
         for each in found.nearest[:_SHOWN]:
-            _add_row(table, each, f"needs {bytes_text(each.missing)} more")
+            _add_row(table, each, _missing(each))
         table.caption = "Nothing fits. The nearest to fitting are shown."
         return table
     best = found.candidates.index(chosen)
@@ -132,11 +132,16 @@ def _table(found: MeshPlan) -> Table:
     for each in found.candidates[first : best + _SHOWN // 2]:
         words = f"slower by {each.step.seconds / chosen.step.seconds - 1:.1%}"
         if each.missing:
-            words = f"needs {bytes_text(each.missing)} more"
+            words = _missing(each)
         _add_row(table, each, "chosen" if each is chosen else words)
     hidden = f"; {first} faster ones, which do not fit either, are not shown" if first else ""
     table.caption = f"{chosen.step.job.name} is the fastest that fits{hidden}."
     return table
+
+
+def _missing(each: Candidate) -> str:
+    at_least = "at least " if each.host_bytes is None else ""
+    return f"needs {at_least}{bytes_text(each.missing)} more"
 
 
 def _add_row(table: Table, each: Candidate, words: str) -> None:

@@ -87,8 +87,12 @@ class MeshProgram(LayeredProgram):
             )
         return self._executors[micro_batches]
 
+    def _make_layout(self) -> StageLayout:
+        """Return this rank's layers and parameters."""
+        return StageLayout(self._model, self.choices, self._minimum_unit_size)
+
     def _lay_out(self) -> None:
-        self.layout = layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
+        self.layout = layout = self._make_layout()
         local = layout.layers
         self.units, self.entries = local.units, tuple(local.entries)
         self.vector = ModelVector(layout.placement)
