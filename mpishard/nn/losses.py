@@ -67,6 +67,9 @@ class Loss(ILossFunction):
     targets overrides `check_target`.
     """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets with weights: a loss that takes them overrides this method.
 
