@@ -71,6 +71,9 @@ class FunctionModel(FlatVectorModel):
         self._theta = theta
         self._entries = (ParameterEntry("parameters", theta.shape, 0),)
 
+    def __repr__(self) -> str:
+        return f"FunctionModel({self.get_model_metadata().description})"
+
     def get_model_metadata(self) -> ModelMetadata:
         function = getattr(self._function, "__qualname__", type(self._function).__qualname__)
         return ModelMetadata(

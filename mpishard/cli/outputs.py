@@ -23,7 +23,9 @@ def check_output(command: str, flag: str, path: Path | None) -> None:
     if not folder.is_dir():
         refuse(command, f"{flag}: {folder} is a file, and no folder for {path.name}")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        refuse(command, f"{flag}: this user may not write {path}")
+        is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        reason = ", which is on a read-only file system" if is_read_only else ""
+        refuse(command, f"{flag}: this user may not write {path}{reason}")
 
 
 def check_png(command: str, flag: str, path: Path | None) -> None:

@@ -208,6 +208,9 @@ class ProcessMesh:
         at = self._coordinates(self.world.rank if rank is None else rank)
         return tuple(self._rank_at(at | {axis: n}) for n in range(self._size[axis]))
 
+    def __repr__(self) -> str:
+        return f"ProcessMesh({self.describe()})"
+
     def describe(self) -> str:
         """Return the sizes in words, with that of the replica axis if there are several."""
         axes = AXES if self.replica_count == 1 else _ALL_AXES

@@ -75,6 +75,9 @@ class Loss(ILossFunction):
         if "forward" in vars(cls):
             cls.computes_bfloat16 = bool(vars(cls).get("computes_bfloat16"))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets with weights: a loss that takes them overrides this method.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -221,7 +221,7 @@ Points = Sequence[tuple[int, float]]
 
 def plot_loss_curve(
     path: str | os.PathLike[str] | None = None,
-    training: Points | str | os.PathLike[str] = (),
+    training: Points | Sequence[float] | str | os.PathLike[str] = (),
     validation: Points = (),
     *,
     baseline: tuple[str, float] | None = None,
@@ -234,10 +234,11 @@ def plot_loss_curve(
     ----------
     path : path, optional
         The PNG to write; missing parents are made. None writes no file.
-    training : sequence of (int, float), or path
-        Step and loss of each step, drawn pale, with their moving average on top. Or the metrics
-        file of a run (`MetricsWriter`, ``metrics=`` of a run), or its folder; the validation losses
-        of the file are then drawn too.
+    training : sequence of (int, float), sequence of float, or path
+        Step and loss of each step, drawn pale, with their moving average on top; losses alone, such
+        as a result's ``loss_history``, are those of steps 1, 2, ... Or the metrics file of a run
+        (`MetricsWriter`, ``metrics=`` of a run), or its folder; the validation losses of the file
+        are then drawn too.
     validation : sequence of (int, float)
         Step and loss of each validation.
     baseline : (str, float), optional
@@ -256,6 +257,8 @@ def plot_loss_curve(
     ------
     ImportError
         If matplotlib is not installed; the message says how to get it.
+    TypeError
+        If ``training`` is none of these.
     FileNotFoundError, ValueError
         If ``training`` names no metrics file, or a damaged one; if ``path`` has the name of a
         metrics file, which the picture would overwrite.
@@ -267,6 +270,7 @@ def plot_loss_curve(
     if isinstance(training, str | os.PathLike):
         training, in_file = losses_of(training)
         validation = validation or in_file
+    training = _numbered(training)
     figure = new_figure("plot_loss_curve")
     from matplotlib.ticker import MaxNLocator
 
@@ -354,6 +358,18 @@ def _draw(
     # Without the first steep fall, which would flatten the rest.
     others = [] if baseline is None else [baseline[1]]
     _fit_y(axes, [*losses[losses.size // 50 :], *validation[1], *others])
+
+
+def _numbered(training: Points | Sequence[float]) -> Points:
+    """Return steps and losses; losses alone are numbered from 1."""
+    if not isinstance(training, Iterable):
+        raise TypeError(
+            "training must be losses, such as result.loss_history, pairs of step and loss, or the "
+            f"path of a run, got {type(training).__name__}"
+        )
+    pairs: list[Any] = list(training)
+    is_alone = all(np.ndim(each) == 0 for each in pairs)
+    return list(enumerate(pairs, start=1)) if is_alone else pairs
 
 
 def _finite(points: Points) -> Array:

@@ -68,6 +68,11 @@ class IPipelineSchedule(ABC):
         """V, the number of stages that each rank has."""
         return 1
 
+    def __repr__(self) -> str:
+        virtual = self.virtual_stages_per_rank
+        own = f"virtual_stages_per_rank={virtual}" if virtual > 1 else ""
+        return f"{type(self).__name__}({own})"
+
     @abstractmethod
     def get_schedule(self, stage_id: int, num_stages: int, num_micro_batches: int) -> Order:
         """Return the operations of one rank, in order.

@@ -137,6 +137,12 @@ class ParameterTable:
             if dot:
                 self._by_layer.setdefault(layer, {})[inside] = entry
 
+    def __repr__(self) -> str:
+        shown = [f"{entry.name} {entry.shape}" for entry in self.entries[:8]]
+        if len(self.entries) > len(shown):
+            shown.append(f"... {len(self.entries)} in all")
+        return f"ParameterTable({', '.join(shown)})"
+
     def __getitem__(self, name: str) -> ParameterEntry:
         return self._by_name[name]
 

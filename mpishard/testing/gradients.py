@@ -289,11 +289,25 @@ def check_layer_promises(
     gradients : dict of str to Array
         The gradients of the parameters, by name. Their values are not checked here.
     """
+    kind = type(layer).__name__
     p, frozen_x = nested(_frozen(values)), _frozen({"x": x})["x"]
+    result: object = layer.forward(p, frozen_x, Context())
+    _promise(
+        isinstance(result, tuple) and len(result) == 2,
+        f"{kind}.forward must return two values, the output and what backward_input needs, and "
+        f"returned {_described(result)}",
+    )
     y, saved = layer.forward(p, frozen_x, Context())
-    _promise(y.shape == r.shape, "output_shape is not the output's")
+    _promise(
+        y.shape == r.shape,
+        f"{kind}.output_shape gives {r.shape} with the batch, and the output has {y.shape}",
+    )
     quiet, nothing = layer.forward(p, frozen_x, Context(training=False))
-    _promise(nothing is None, "forward saved something without training")
+    _promise(
+        nothing is None,
+        f"{kind}.forward saved something without training: return (y, saved if context.training "
+        "else None)",
+    )
     if layer.is_random:
         again, _ = layer.forward(p, frozen_x, Context())
         _promise(np.array_equal(y, again), "the output differs between passes of one context")
@@ -335,9 +349,14 @@ def check_layer_promises(
         )
         _promise(
             np.allclose(added[name], gradient + 1, rtol=1e-12, atol=1e-12),
-            f"the gradient of {name} was not added to what was there",
+            f'the gradient of {name} was not added to what was there: write g["{name}"] += ...',
         )
     return dx, whole
+
+
+def _described(result: object) -> str:
+    size = f" of {len(result)}" if isinstance(result, tuple) else ""
+    return f"{type(result).__name__}{size}"
 
 
 def _promise(kept: bool, message: str) -> None:

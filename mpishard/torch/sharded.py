@@ -6,10 +6,10 @@ import functools
 import sys
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,10 @@ POLICIES = {
     "fsdp": Policy(shards_parameters=True, shards_gradients=True, shards_state=True),
 }
 POLICIES["zero3"] = POLICIES["fsdp"]
+
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 class ShardedModule(Uncopied):
@@ -308,6 +312,25 @@ def _refuse_load(module: torch.nn.Module, state_dict: Any, prefix: str, *_: Any)
 _ATTRIBUTE = "_mpishard"
 
 
+def _without_optimizer(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Let ``function`` refuse an optimizer, and say how one is made."""
+
+    # Around the function, because Python itself refuses most such calls, without a remedy.
+    @functools.wraps(function)
+    def checked(*args: _Given.args, **settings: _Given.kwargs) -> _Result:
+        for value in (*args, *settings.values()):
+            if isinstance(value, torch.optim.Optimizer):
+                kind = type(value).__name__
+                raise TypeError(
+                    f"shard() takes a module and no optimizer, got {kind}: write mst.shard(model, "
+                    f'strategy="fsdp"), then optimizer = mst.optimizer({kind}, model, lr=...)'
+                )
+        return function(*args, **settings)
+
+    return checked
+
+
+@_without_optimizer
 def shard(
     module: torch.nn.Module,
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "fsdp",
@@ -355,6 +378,7 @@ def shard(
         If `init` was not called.
     TypeError, ValueError
         If the module or strategy is not as described, or, on every rank, the ranks' modules differ.
+        For an optimizer, which is made of the sharded module: see `optimizer`.
         Nothing has changed then.
     ShardingError
         If the module, or a part of it, is sharded already.

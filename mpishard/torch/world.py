@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.base import NotInitializedError
+from mpishard.base import NotInitializedError, require_type
 from mpishard.communication import BackendName, CommunicationBackend, blas_threads, skip_frames_of
 from mpishard.communication import init as init_backend
 
@@ -106,11 +106,14 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
     Raises
     ------
+    TypeError
+        If the values are no tensor.
     ValueError
         If the values require a gradient, which would not go through the mean, or are integers.
     CollectiveMismatchError
         If shapes or dtypes differ between ranks.
     """
+    require_type("values", values, torch.Tensor)
     if values.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "mean_over_ranks() of values that require a gradient would drop it: give "

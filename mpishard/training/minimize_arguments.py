@@ -49,6 +49,11 @@ def checked_args(args: Dataset | Sequence[Dataset], *, local_data: bool) -> tupl
 
 def check_method(method: object) -> None:
     """Refuse any other method than L-BFGS."""
+    if not isinstance(method, str | None):
+        raise TypeError(
+            f'method must be "L-BFGS", got {type(method).__name__}; give all data as one tuple, '
+            "minimize(fun, theta0, (x, y))"
+        )
     if str(method).lower() not in ("l-bfgs", "l-bfgs-b"):
         raise ValueError(
             f"method must be L-BFGS (or L-BFGS-B), got {method!r}; any other optimizer can run on "

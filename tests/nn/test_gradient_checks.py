@@ -66,6 +66,13 @@ class Pending(Linear):
         return dy, (saved, dy)
 
 
+class Alone(Linear):
+    """Forward returns the output alone."""
+
+    def forward(self, p, x, context):
+        return super().forward(p, x, context)[0]
+
+
 def test_right_layers_pass_and_report_each_array():
     errors = check_layer_gradients(Linear(3, 2), X)
     assert set(errors) == {"input", "weight", "bias"}
@@ -88,6 +95,7 @@ def test_the_wrong_gradient_is_named_worst_first():
         (Sharing(), "without training"),
         (Pending(3, 3), "shares memory"),
         (Forgetful(3, 2), "gradient of weight depends on whether"),
+        (Alone(3, 2), r"Alone\.forward must return two values, .* returned ndarray"),
     ],
 )
 def test_violations_of_the_layer_interface_are_found(layer, message):

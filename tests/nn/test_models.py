@@ -10,8 +10,9 @@ import pytest
 from autograd import grad
 
 from mpishard import run_in_threads
-from mpishard.nn import GPT, MLP, MSE, CrossEntropy, Huber, Linear, Model, Sequential
+from mpishard.nn import GPT, MLP, MSE, CrossEntropy, Huber, Linear, Model, ReLU, Sequential
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.pipeline import GPipeSchedule, ZeroBubbleVSchedule
 from mpishard.testing.gradients import check_gradients
 
 SIZES = {"vocabulary_size": 11, "context_length": 6, "width": 12, "heads": 3, "layers": 2}
@@ -399,6 +400,33 @@ def test_parameters_of_a_layer_that_are_assigned_are_refused_with_the_way_to_kee
 
     with pytest.raises(AttributeError, match="cannot be assigned: keep the sizes"):
         Assigned()
+
+
+def test_parameters_of_a_layer_that_are_a_method_or_plain_shapes_are_refused():
+    with pytest.raises(TypeError, match=r"Method\.parameters is a method: write @property"):
+
+        class Method(Linear):
+            def parameters(self):
+                return {}
+
+    class Shapes(Linear):
+        @property
+        def parameters(self):
+            return {"weight": (2, 2)}
+
+    with pytest.raises(TypeError, match=r"parameters\['weight'\] must be an ms\.nn\.ParameterSpec"):
+        Model(Sequential(Shapes(2, 2)), MSE(), input_shape=(2,))
+
+
+def test_layers_losses_and_schedules_are_shown_with_their_sizes():
+    chain = Sequential({"first": Linear(2, 3), "relu": ReLU()})
+    first = "first: Linear(weight (3, 2), bias (3,))"
+    assert repr(chain) == f"Sequential({first}, relu: ReLU())"
+    assert repr(MSE()) == "MSE()"
+    assert repr(GPipeSchedule()) == "GPipeSchedule()"
+    assert repr(ZeroBubbleVSchedule()) == "ZeroBubbleVSchedule(virtual_stages_per_rank=2)"
+    table = MLP([2, 2]).parameter_table
+    assert repr(table) == "ParameterTable(linear0.weight (2, 2), linear0.bias (2,))"
 
 
 def test_counts_of_memory_and_traffic_are_shown():

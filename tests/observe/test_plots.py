@@ -98,3 +98,10 @@ def test_a_metrics_file_without_losses_is_refused(tmp_path: Path) -> None:
         plot_loss_curve(None, tmp_path / "m.jsonl")
     with pytest.raises(FileNotFoundError):
         plot_loss_curve(None, tmp_path)
+
+
+def test_losses_alone_are_numbered_and_other_values_refused() -> None:
+    (axes,) = plot_loss_curve(None, [3.0, 2.0, 1.0]).axes
+    assert axes.lines[0].get_xdata().tolist() == [1, 2, 3]
+    with pytest.raises(TypeError, match=r"training must be losses, such as .*, got object"):
+        plot_loss_curve(None, object())  # type: ignore[arg-type]

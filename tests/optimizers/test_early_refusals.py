@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import types
 
 import numpy as np
 import pytest
@@ -76,6 +78,10 @@ def test_a_folder_in_which_this_user_may_not_write(tmp_path, monkeypatch, is_the
     monkeypatch.setattr(disk.os, "access", lambda *_, **__: False)
     place = folder if is_there else tmp_path
     with pytest.raises(CheckpointError, match=f"this user may not make files in {place}\\."):
+        ms.run_in_threads(2, train, 4)
+    read_only = types.SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(disk.os, "statvfs", lambda _: read_only)
+    with pytest.raises(CheckpointError, match=f"{place} is on a read-only file system"):
         ms.run_in_threads(2, train, 4)
     if is_there:  # a run that has ended has nothing to save
         assert ms.run_in_threads(2, train, 2) == [0, 0]

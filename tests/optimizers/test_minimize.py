@@ -455,6 +455,7 @@ def test_bad_arguments_are_refused_before_anything_is_communicated(backend):
         (ValueError, "theta0 must be a non-empty 1-D vector", START[None], {}),
         (ValueError, "method must be L-BFGS .* got 'CG'; any other", START, {"method": "CG"}),
         (ValueError, "method must be L-BFGS .* got None", START, {"method": None}),
+        (TypeError, "got ndarray; give all data as one tuple", START, {"method": START}),
         (ValueError, "no option 'maxit'; .* mean maxiter", START, {"options": {"maxit": 1}}),
         (ValueError, "maxiter must be 1 or more", START, {"options": {"maxiter": 0}}),
         (ValueError, "gtol must be 0 or more", START, {"options": {"gtol": np.nan}}),

@@ -75,6 +75,24 @@ def test_a_rule_with_its_own_update_gets_the_options_of_each_parameter():
     assert seen == [(["a"], 0), (["b"], 0.2), (["c"], 0)]
 
 
+def test_a_rule_that_multiplies_by_its_schedule_or_is_not_initialized_is_refused():
+    class Mine(SGD):
+        def update(self, parameters, gradients, state, segments, context):
+            parameters -= gradients * self.learning_rate
+
+    class Bare(Mine):
+        def __init__(self, rate):
+            self.rate = rate
+
+    owned = PieceViews(np.zeros(2), np.ones(2), {}, [Segment("a", 0, 2)])
+    with pytest.raises(
+        TypeError, match=r"Constant\(rate=0\.5\) is no number: .*context\.learning_rate"
+    ):
+        Mine(0.5).update_all([owned], UpdateContext(1, 0.5, 1.0))
+    with pytest.raises(TypeError, match=r"Bare\.__init__ must call super\(\)\.__init__"):
+        _ = Bare(0.5).checked_options
+
+
 def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
     """Return parameters after 20 updates; the pieces between ``cuts`` are those of one rank."""
     p = np.linspace(first, 1, LENGTH).astype(dtype)

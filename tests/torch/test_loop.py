@@ -649,6 +649,13 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.shard(torch.compile(nn.Linear(2, 2), backend="eager"))
     with pytest.raises(ValueError, match="strategy must be one of ddp, zero1, zero2, fsdp"):
         mst.shard(nn.Linear(2, 2), "fsdp2")
+    plain = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(plain.parameters(), 0.1)
+    for arguments in ((sgd, "fsdp"), (sgd,)):
+        with pytest.raises(TypeError, match=r"no optimizer, got SGD: write mst\.shard"):
+            mst.shard(plain, *arguments)
+    with pytest.raises(TypeError, match="values must be a Tensor, got float"):
+        mst.mean_over_ranks(1.0)
     with pytest.raises(ValueError, match="multiple of their number: got 3 for 2 ranks"):
         mst.DataLoader([1, 2, 3], 3)
     with pytest.raises(TypeError, match="batch_size must be an integer"):

@@ -30,6 +30,11 @@ def may_write(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK, effective_ids=is_effective)
 
 
+def is_read_only(directory: Path) -> bool:
+    """Return True if the file system of an existing directory is mounted read-only."""
+    return bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
+
+
 def make_directory(directory: Path) -> None:
     """Make a directory in an existing one."""
     os.mkdir(directory)  # noqa: PTH102

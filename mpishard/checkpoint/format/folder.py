@@ -228,10 +228,13 @@ class CheckpointFolder:
         """
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not disk.may_write(existing):
-            raise CheckpointError(
-                f"checkpoints cannot be saved in {self.path}: this user may not make files in "
-                f"{existing}. Change its permissions, or choose another path"
+            reason = (
+                f"{existing} is on a read-only file system. Choose another path"
+                if disk.is_read_only(existing)
+                else f"this user may not make files in {existing}. Change its permissions, or "
+                "choose another path"
             )
+            raise CheckpointError(f"checkpoints cannot be saved in {self.path}: {reason}")
 
     def entries(self) -> list[Entry]:
         """Return the checkpoints of the folder, newest first, and unreadable ones last."""

@@ -191,6 +191,10 @@ class CheckpointReader:
         # Lengths are compared before memory is allocated for the content.
         self._check_sizes()
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{kind} of {dtype}" for kind, dtype in self.kinds.items())
+        return f"CheckpointReader({self.path}: {self.length} elements; {kinds})"
+
     def parameters_of(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
         return self._manifest.parameters_of(kind)

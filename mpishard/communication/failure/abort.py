@@ -208,8 +208,12 @@ class Termination:
 
     def give_up(self, waited: float, where: str, limit: TimeLimit) -> NoReturn:
         """End the job because this rank has waited for too long."""
-        stall = "" if limit.is_at_end else self.describe_stall()
-        self.end(limit.text(self.name, waited, where, "") + stall, settings.EXIT_TIMEOUT)
+        text = limit.text(self.name, waited, where, "")
+        if not limit.is_at_end:
+            if any(record.waits is None and not record.has_left for record in self.records()):
+                text += f". If a rank computes or compiles for so long, raise {limit.variable}"
+            text += self.describe_stall()
+        self.end(text, settings.EXIT_TIMEOUT)
 
     # ----------------------------------------------------------------------- activity of ranks
 

@@ -106,7 +106,11 @@ def run_in_threads(
     # could let thread-ranks wait for each other.
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")
-    error = ranks.run(lambda backend: fn(backend, *args, **kwargs))
+    try:
+        error = ranks.run(lambda backend: fn(backend, *args, **kwargs))
+    except KeyboardInterrupt as interrupt:
+        report.drop_internal_frames(interrupt)
+        raise
     if error is not None:
         report.drop_internal_frames(error)
         raise error

@@ -328,9 +328,10 @@ class Round:
         if self._config.allow_nonfinite:
             return
         raise NonFiniteLossError(
-            f"step {step}: {what}. The step changed no parameters. Check the data, lower the "
-            "learning rate, or set clip_global_norm=1.0. "
-            "ShardingConfiguration(allow_nonfinite=True) turns this check off"
+            f"step {step}: {what}. The step changed no parameters. Look for NaN and infinity in "
+            "the data, as by np.isfinite(x).all(); if there is none, lower the learning rate, or "
+            "give the rule clip_global_norm=1.0. ShardingConfiguration(allow_nonfinite=True) turns "
+            "this check off"
         )
 
 

@@ -7,6 +7,7 @@ H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has s
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -205,6 +206,16 @@ class Layer(ABC):
         """
         return {}
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if inspect.isfunction(vars(cls).get("parameters")):
+            raise TypeError(f"{cls.__name__}.parameters is a method: write @property above it")
+
+    def __repr__(self) -> str:
+        own = [f"{name} {getattr(spec, 'shape', spec)}" for name, spec in self.parameters.items()]
+        inner = [f"{name}: {child!r}" for name, child in self.children.items()]
+        return f"{type(self).__name__}({', '.join(own + inner)})"
+
     def __setattr__(self, name: str, value: object) -> None:
         if name == "parameters":
             raise AttributeError(
@@ -217,6 +228,11 @@ class Layer(ABC):
         """Yield (dotted name, description) of own and inner parameters, in table order."""
         # Own parameters come first, so that the table's order is that of the layers in the chain.
         for name, spec in self.parameters.items():
+            if not isinstance(spec, ParameterSpec):
+                raise TypeError(
+                    f"{type(self).__name__}.parameters[{name!r}] must be an "
+                    f"ms.nn.ParameterSpec(shape, initializer), got {type(spec).__name__}"
+                )
             yield prefix + name, spec
         for name, child in self.children.items():
             yield from child.walk_parameters(f"{prefix}{name}.")

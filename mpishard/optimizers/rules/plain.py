@@ -103,7 +103,8 @@ class PlainTraining:
             raise NonFiniteLossError(
                 f"step {self.steps + 1}: the loss is {loss}, and the gradient is "
                 f"{'' if are_finite else 'not '}finite. The parameters are those of before the "
-                "step. Lower the learning rate, or look at the data"
+                "step. Look for NaN and infinity in the data, as by np.isfinite(x).all(); if there "
+                "is none, lower the learning rate"
             )
         self.update_model(model, parameters, gradients)
         return math.nan if loss is None else float(loss)

@@ -164,8 +164,18 @@ class Optimizer(OptimizerMembers):
 
     @property
     def checked_options(self) -> CheckedOptions:
-        """``parameter_options`` by the type in which they are kept."""
-        return cast("CheckedOptions", self.parameter_options)
+        """``parameter_options`` by the type in which they are kept.
+
+        Raises
+        ------
+        TypeError
+            If a user's ``__init__`` has not called that of `Optimizer`, which sets them.
+        """
+        if not isinstance(self.parameter_options, CheckedOptions):
+            raise TypeError(
+                f"{type(self).__name__}.__init__ must call super().__init__(learning_rate)"
+            )
+        return self.parameter_options
 
     def rate_of_step(self, step: int) -> float:
         """Return the learning rate of update ``step``, from 0."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NoReturn
 
 from mpishard.base import as_count, as_number, as_positive, take_plain_fields
 
@@ -13,8 +14,23 @@ Schedule = Callable[[int], float]
 """``schedule(step) -> learning rate``; the first update is step 0."""
 
 
+class _NoNumber:
+    """Base of schedules. A rule that multiplies by its own ``learning_rate`` is told the rate."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # NumPy then asks __rmul__, too
+
+    def __mul__(self, other: object) -> NoReturn:
+        raise TypeError(
+            f"the schedule {self} is no number: in update() of a rule, context.learning_rate is "
+            "the rate of this step"
+        )
+
+    __rmul__ = __mul__
+
+
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(_NoNumber):
     """The same rate at every step."""
 
     rate: float
@@ -29,7 +45,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDecay:
+class StepDecay(_NoNumber):
     """``initial * factor**k``, with k the number of whole periods of ``every`` steps so far.
 
     The schedule of He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section
@@ -52,7 +68,7 @@ class StepDecay:
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential:
+class Exponential(_NoNumber):
     """``initial * factor**step``, and never less than ``minimum`` nor more than ``maximum``."""
 
     initial: float
@@ -73,7 +89,7 @@ class Exponential:
 
 
 @dataclass(frozen=True, slots=True)
-class Cosine:
+class Cosine(_NoNumber):
     """From ``peak`` down to ``minimum`` over ``steps`` steps, along half a cosine; then constant.
 
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017,
@@ -98,7 +114,7 @@ class Cosine:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp:
+class WarmUp(_NoNumber):
     """Rises linearly for ``steps`` steps to the first rate of ``then``, and continues with it.
 
     Step k < steps uses the rate (k + 1) / steps of ``then(0)``; ``then`` counts from the end of
@@ -123,7 +139,7 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
-class OneCycle:
+class OneCycle(_NoNumber):
     """Up from ``peak / start_divisor`` to ``peak``, and down far below the first rate.
 
     Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large
