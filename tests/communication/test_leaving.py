@@ -1,5 +1,6 @@
 """Worlds whose ranks leave at different times leave no message to the next world."""
 
+import gc
 import time
 
 import numpy as np
@@ -82,3 +83,20 @@ def test_unawaited_collectives_of_all_ranks(backend, arena, monkeypatch, capfd):
     assert not capfd.readouterr().err
     # Otherwise a message of one may meet the next communicator that MPI gives the same identity.
     assert all(work.done for work in begun)
+
+
+@pytest.mark.parametrize("way", ["shut down", "dropped"])
+def test_a_group_that_a_rank_leaves_with_a_collective_under_way(backend, way, monkeypatch):
+    monkeypatch.setenv("MPISHARD_ARENA", "off")  # data in messages, which need the communicators
+    group, arrays = backend.split(0), np.ones((8, 300_000))
+    works = [group.all_reduce_async(array) for array in arrays]
+    if way == "shut down":
+        group.shutdown()
+    elif backend.rank > 0:
+        works[-1].wait()
+    else:  # the others wait for this rank
+        del group, works
+        gc.collect()
+    for _ in range(3):  # each split frees the groups that all ranks have left
+        backend.split(0).barrier()
+    assert way == "shut down" or backend.rank == 0 or (arrays == backend.world_size).all()

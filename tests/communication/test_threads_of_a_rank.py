@@ -6,6 +6,8 @@ import time
 import numpy as np
 import pytest
 
+from mpishard.communication.contract.work import Session
+from mpishard.communication.mpi.progress import ProgressThread
 from mpishard.errors import CommunicationError
 from mpishard.testing.worlds import in_worlds
 
@@ -94,3 +96,19 @@ def test_threads_of_a_rank_may_call_one_after_the_other(backend):
         thread.join()
     assert sums == [[1, 1]]
     assert backend.all_gather(np.array([backend.rank])).tolist() == [0, 1]
+
+
+def test_the_progress_thread_ends_at_once_in_the_pause_after_a_long_look(monkeypatch):
+    thread, has_looked = ProgressThread(Session(0)), threading.Event()
+
+    def look():
+        time.sleep(0.3)
+        has_looked.set()
+
+    monkeypatch.setattr(thread, "_is_needed", lambda: True)
+    monkeypatch.setattr(thread, "_advance", look)
+    thread.wake()
+    assert has_looked.wait(20)
+    began = time.monotonic()
+    thread.end()
+    assert time.monotonic() - began < 2  # that pause is ten times as long as the look

@@ -8,7 +8,7 @@ of a rank that was cut off in a collective says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 from mpishard.base import Array, settings
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.contract.work import Steps
+from mpishard.communication.contract.work import Steps, Work
 from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
     MessageChannel,
@@ -109,6 +109,8 @@ class Group:
             place, end = (self.rank, self.world_size), RowChannel.nbytes(self.world_size)
             self.exchange = RingExchange(memory[end:], *place)
             self.channel = RowChannel(memory[:end], *place, reducer, self.exchange.fence)
+        self.pending: Collection[Work] = ()
+        """The collectives under way. They keep the backend, which the user may have dropped."""
         self.sequence = 0
         """The number of this rank's last collective, which its notice tells the others."""
         self.is_leaving = False
@@ -177,7 +179,8 @@ class Group:
         other ranks may still use them.
         """
         # A message left there could be delivered to a later communicator of the same identity.
-        if not self.is_drained():
+        # Other ranks may wait for this one in a collective that it has issued and not waited for.
+        if not all(work.done for work in self.pending) or not self.is_drained():
             return False
         if self._is_in_good_order():
             for request in tuple(self.in_flight):

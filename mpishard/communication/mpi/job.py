@@ -199,6 +199,7 @@ class MPIJob:
 
     def join(self, group: Group, backend: CommunicationBackend) -> None:
         """Add a world to this job."""
+        group.pending = backend._pending
         self._groups[group] = weakref.ref(backend)
 
     def tidy(self) -> None:
@@ -307,8 +308,8 @@ class MPIJob:
 
         A pending call, which nobody waited for, comes with a flag that says whether it is done.
         """
-        for group, reference in self._groups.items():
-            works = getattr(reference(), "_pending", ())
+        for group in self._groups:
+            works = group.pending
             calls = [(work.awaited, work.done) for work in works if isinstance(work.awaited, Call)]
             yield group, calls, min(group.departures().values(), default=group.sequence)
 

@@ -68,8 +68,8 @@ class ProgressThread:
         idle_since, pause = time.monotonic(), _PAUSE
         while True:
             self._awake.wait()
-            time.sleep(pause)
-            if self._ended.is_set() or finalizing.is_set():
+            # Not a sleep, because `end` joins the thread, and the pause may be long.
+            if self._ended.wait(pause) or finalizing.is_set():
                 return
             start = time.monotonic()
             if self._is_needed():
