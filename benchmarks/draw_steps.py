@@ -22,7 +22,7 @@ BARS = {
     "fsdp2": "PyTorch FSDP2, 2 processes",
     "jax": "JAX, 1 process, 2 threads",
 }
-_LEFT, _LENGTH, _ROW, _TOP = 190, 210, 24, 34
+_LEFT, _LENGTH, _ROW, _TOP = 210, 190, 24, 34
 _PANEL = _TOP + len(BARS) * _ROW + 16
 _STYLE = """
 text { font-family: sans-serif; font-size: 13px; fill: #1f2328; }

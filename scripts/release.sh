@@ -38,9 +38,10 @@ base="$(find_python)"
 work="$(mktemp -d)"
 trap 'rm -rf -- "$work"' EXIT
 
+commit="$(git -C "$root" rev-parse --short HEAD)" # HEAD may be another one when the trials end
 say "building mpishard $version"
 mkdir -- "$work/source"
-git -C "$root" archive HEAD | tar -x -C "$work/source"
+git -C "$root" archive "$commit" | tar -x -C "$work/source"
 "$base" -m venv -- "$work/tools"
 "$work/tools/bin/python" -m pip --disable-pip-version-check install --quiet build twine
 # The wheel is built from the sdist, so that a file missing there is noticed.
@@ -79,5 +80,5 @@ mv -- "$work/dist" "$root/dist"
 cat <<EOF
 mpishard $version is built and tried. Nothing is published. To publish it:
     twine upload dist/${wheel##*/} dist/${sdist##*/}
-    git tag v$version $(git -C "$root" rev-parse --short HEAD)
+    git tag v$version $commit
 EOF

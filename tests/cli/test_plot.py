@@ -42,7 +42,7 @@ def test_one_run_and_several(runs: list[Path], tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_drawn_are_refused_by_name(runs: list[Path], tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    assert plot(nothing) == (2, f"mpishard plot: there is no {nothing}\n")
+    assert plot(nothing) == (2, f"mpishard plot: there is no file or folder {nothing}\n")
     (tmp_path / "empty").mkdir()
     file = tmp_path / "empty" / "metrics.jsonl"
     why = f"there is no {file}; a run writes its losses there with metrics={file}"
