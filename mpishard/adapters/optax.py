@@ -106,7 +106,7 @@ class OptaxRule(JointRule):
             trial = None if keys else _trial(transformation)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise TypeError(
-                f"the transformation cannot be applied to one vector: {error}. {_MASKS}"
+                f"the transformation cannot be applied to one vector. {_MASKS}. JAX raised: {error}"
             ) from error
         if trial is None:
             raise ValueError(
