@@ -142,6 +142,8 @@ def test_the_wait_for_a_rank_that_never_comes_is_limited(scenario, waits, says):
     assert 2 < ended.seconds < 10, ended
     assert f"rank 0 of 2 has waited 1 s {waits}" in ended.err, ended
     assert "the job ends (MPISHARD_TIMEOUT)" in ended.err, ended
+    # Only for a rank that may be computing.
+    assert ("so long, raise MPISHARD_TIMEOUT" in ended.err) == (scenario == "hang"), ended
     report = ended.err.split("the job ends (MPISHARD_TIMEOUT)")[1]
     said, _, table = report.partition("What each rank does, and its last collectives:")
     assert says in said, ended
