@@ -378,7 +378,7 @@ def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
     rows = np.ones((world, 3))
     calls: list[tuple[type[Exception], str, tuple[object, ...], dict[str, object]]] = [
         (ValueError, "all_reduce", (fixed,), {}),
-        (ValueError, "all_reduce", (np.float64(1),), {}),
+        (TypeError, "all_reduce", (np.float64(1),), {}),
         (ValueError, "all_reduce", (ok,), {"out": fixed}),
         (ValueError, "all_reduce", (ok,), {"out": np.zeros(4)}),
         (ValueError, "all_reduce", (ok,), {"out": np.zeros((3, 1))}),
