@@ -111,7 +111,7 @@ def test_mesh_says_what_it_rejected(folder):
     needed = [float(words[-3]) for words in rejected]
     assert len(needed) > 5
     assert needed == sorted(needed)  # the nearest first; all are in KiB
-    assert "recompute does not fit on up to 2 hosts" in ended.stdout
+    assert "recompute does not fit on up to 4 hosts" in ended.stdout
 
 
 @pytest.mark.parametrize(
