@@ -39,7 +39,7 @@ def measure(hosts: Hosts, name: str, link: str, nice: int) -> list[dict[str, Any
     count, ranks, _, models = SETS[name]
     rate, delay = LINKS[link]
     hosts.do("shape", rate, delay)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         machine, steps = Path(folder, "machine.json"), Path(folder, "steps.json")
         bench = ["-m", "mpishard", "bench", "machine", "--repeats", "8", "--json", str(machine)]
         hosts.run(count, ranks, *bench)
