@@ -7,9 +7,11 @@ All ways take turns in one job. While rank 0 steps alone, the other ranks sleep.
 """
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from mpishard.cli.bench.step import CONTEXT, alone, gpt, tokens, training_step
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
-from mpishard.models.programs.mesh_program import MeshProgram
+from mpishard.communication.agreement import share_path
 from mpishard.models.strategies.mesh_parallel import MeshModel
+from mpishard.observe import RankShares, open_trace, summarize_trace, trace
 from mpishard.pipeline import SCHEDULE_NAMES, measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
@@ -130,7 +133,7 @@ class SpeedupBenchmark:
             strategy = {_ONE: "ddp", TENSOR: TENSOR}.get(way, "pipeline")
             options: dict[str, Any] = {"schedule": way, **cut} if strategy == "pipeline" else {}
             trained[way] = training_step(config, self.build_model(), strategy, x, y, **options)
-        # Seconds, computing, waiting and bytes sent of each step.
+        # Seconds and bytes sent of each step.
         figures: dict[str, list[tuple[float, ...]]] = {way: [] for way in trained}
         for number in range(-self.warmup, self.steps):
             for way, (model, step) in trained.items():
@@ -143,24 +146,32 @@ class SpeedupBenchmark:
                     step()
                 took = time.perf_counter() - begun
                 if number >= 0:
-                    program = model.engine.program
-                    record = program.last_record if isinstance(program, MeshProgram) else None
-                    times = (0.0, 0.0) if record is None else (record.computing(), record.waiting())
-                    figures[way].append((took, *times, _sent(model) - before))
+                    figures[way].append((took, _sent(model) - before))
+        # Only now, because a trace takes time, too.
+        shares = {
+            way: _traced(backend, step, self.steps)
+            for way, (_, step) in trained.items()
+            if way not in (_ONE, TENSOR)
+        }
         single.shutdown()
-        one = float(np.median([took for took, *_ in figures[_ONE]]))
+        one = float(np.median([took for took, _ in figures[_ONE]]))
         results = []
         for way, (model, _) in trained.items():
-            medians = np.median(figures[way], axis=0)
-            rows = backend.all_gather(medians[None, 1:])
-            results.append(self._result(way, [row[0] for row in figures[way]], one, rows, model))
+            sent = int(np.median([sent for _, sent in figures[way]]))
+            total = int(backend.all_gather(np.array([sent])).sum())
+            seconds = [took for took, _ in figures[way]]
+            results.append(self._result(way, seconds, one, total, model, shares.get(way, [])))
         return results
 
     def _result(
-        self, way: str, seconds: list[float], one: float, rows: np.ndarray[Any, Any], model: Any
+        self,
+        way: str,
+        seconds: list[float],
+        one: float,
+        sent: int,
+        model: Any,
+        ranks: list[RankShares],
     ) -> SpeedupResult:
-        median = float(np.median(seconds))
-        computes, waits, sent = rows.T
         limit = 1.0
         measured: tuple[float, ...] = ()
         if way == TENSOR:
@@ -168,10 +179,13 @@ class SpeedupBenchmark:
             partitioner.partition(dict(self.build_model().chain.children), split_output=True)
             limit = partitioner.estimated_speedup((CONTEXT,))
         elif way != _ONE:
+            computes = np.array([rank.computing / rank.steps for rank in ranks])
             balance = float(computes.mean() / computes.max())
-            limit = len(rows) * (1 - model.estimated_bubble_fraction) * balance
-            measured = (balance, float(computes.sum() / one), float(waits.max() / median))
-        return SpeedupResult(way, tuple(seconds), one / median, limit, int(sent.sum()), *measured)
+            limit = len(ranks) * (1 - model.estimated_bubble_fraction) * balance
+            waiting = max(rank.waiting / rank.seconds for rank in ranks)
+            measured = (balance, float(computes.sum() / one), waiting)
+        speedup = one / float(np.median(seconds))
+        return SpeedupResult(way, tuple(seconds), speedup, limit, sent, *measured)
 
     def table(self, results: list[SpeedupResult], world_size: int) -> Table:
         """Return the results as a table."""
@@ -198,6 +212,23 @@ class SpeedupBenchmark:
                 bytes_text(result.bytes_sent),
             )
         return table
+
+
+def _traced(
+    backend: CommunicationBackend, step: Callable[[], object], count: int
+) -> list[RankShares]:
+    """Return where the time of each rank goes in ``count`` steps, by a trace. Collective."""
+    folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
+    place = share_path(backend, None if folder is None else Path(folder.name))
+    with trace(place, backend):
+        for _ in range(count):
+            step()
+    backend.barrier()  # all files are written
+    shares = summarize_trace(open_trace(place)).ranks
+    backend.barrier()  # all ranks have read them
+    if folder is not None:
+        folder.cleanup()
+    return shares
 
 
 def _on_one(backend: CommunicationBackend, step: Callable[[], object]) -> None:

@@ -37,6 +37,7 @@ from mpishard.nn.layers.layer import (
     Parameters,
     ParameterSpec,
     SavedActivations,
+    output_and_saved,
     unwritten,
 )
 from mpishard.nn.layers.linear import FeatureLinear, Linear

@@ -418,6 +418,19 @@ def test_parameters_of_a_layer_that_are_a_method_or_plain_shapes_are_refused():
         Model(Sequential(Shapes(2, 2)), MSE(), input_shape=(2,))
 
 
+def test_a_forward_pass_that_returns_the_output_alone_is_refused():
+    class Alone(ReLU):
+        def forward(self, p, x, context):
+            return super().forward(p, x, context)[0]
+
+    # The two rows of the batch are not taken for the output and what backward needs.
+    model = Model(Sequential(Linear(3, 3), Alone()), MSE(), input_shape=(3,))
+    with pytest.raises(
+        TypeError, match=r"Alone\.forward must return two values, .* shape \(2, 3\)"
+    ):
+        model.predict(np.ones((2, 3)))
+
+
 def test_layers_losses_and_schedules_are_shown_with_their_sizes():
     chain = Sequential({"first": Linear(2, 3), "relu": ReLU()})
     first = "first: Linear(weight (3, 2), bias (3,))"

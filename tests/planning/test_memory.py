@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mpishard as ms
+from mpishard.base import onednn
 from mpishard.cli import app
 from mpishard.models.programs.mesh_program import StageRun
 from mpishard.observe import MemoryCategory
@@ -174,7 +175,9 @@ def test_a_step_allocates_the_planned_activations(loss: Any, precision: str | No
     (peak,) = ms.run_in_threads(1, body)
     job = Job(1, strategy="ddp", batch_size=256, precision=precision)
     planned = memory_of(make(), job).rank.activations
-    assert abs(peak - planned) < 0.2 * logits
+    # Without the unit a product of bfloat16 has a result in float32 first, which no layer saves.
+    by_products = logits if precision and onednn.library() is None else 0
+    assert -0.2 * logits < peak - planned < by_products + 0.2 * logits
     # Logits and their gradient.
     takes_float32 = precision is None or isinstance(loss, PlainEntropy)
     assert planned == pytest.approx((2 if takes_float32 else 1) * logits, rel=0.1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from mpishard.base import Array, DType
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn import Context, GradientTargets, Layer, Parameters, products_in
+from mpishard.nn import Context, GradientTargets, Layer, Parameters, output_and_saved, products_in
 from mpishard.sharding import ParameterEntry, Unit, nested_views, unit_at
 
 Reduce = Callable[[Unit], None]
@@ -308,11 +308,12 @@ class LayerChain:
                 # The other layers read neither name nor cache, and share one context.
                 is_keyed = layer.is_random or context.cache is not None
                 own = context.enter(layer.name, layer.layer) if is_keyed else context
-                x, saved = layer.layer.forward(views[index], x, own)
+                result = layer.layer.forward(views[index], x, own)
+                x, saved = output_and_saved(result, layer.name, layer.layer)
                 if segment is None:
                     activations.append(saved)
                 # Otherwise this activation would live until the next layer's is saved.
-                del saved
+                del saved, result
             for unit in done:
                 parameters.reshard(unit)
         return x

@@ -9,7 +9,14 @@ from typing import Any, Self
 
 from mpishard.base import Array, DType, require_type
 from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo, Saved
-from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, SavedActivations
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    Layer,
+    Parameters,
+    SavedActivations,
+    output_and_saved,
+)
 from mpishard.nn.passes import added
 from mpishard.sharding import ParameterTable
 
@@ -112,7 +119,8 @@ class Sequential(Layer):
         """Run the layers in order, and save the list of their saved values."""
         saved = []
         for name, child in self.children.items():
-            x, child_saved = child.forward(p.get(name, _NONE), x, context.enter(name, child))
+            result = child.forward(p.get(name, _NONE), x, context.enter(name, child))
+            x, child_saved = output_and_saved(result, name, child)
             saved.append(child_saved)
         return x, saved if context.training else None
 

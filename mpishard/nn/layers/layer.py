@@ -464,6 +464,24 @@ class GradientTargets(MutableMapping[str, Any]):
         return GradientTargets(inner, self._find, self._unwritten)
 
 
+def output_and_saved(result: object, name: str, layer: Layer) -> tuple[Array, Saved]:
+    """Return the two values that ``layer.forward`` returned.
+
+    Raises
+    ------
+    TypeError
+        If it returned something else. Two rows of an array would be taken for two values.
+    """
+    if type(result) is tuple and len(result) == 2:
+        return result
+    shape = getattr(result, "shape", None)
+    given = type(result).__name__ if shape is None else f"an array of shape {shape}"
+    raise TypeError(
+        f"layer {name!r}: {type(layer).__name__}.forward must return two values, the output and "
+        f"what backward needs, and returned {given}: write `return y, saved`"
+    )
+
+
 def unwritten(g: Gradients, name: str) -> Array | None:
     """Return the gradient of ``name`` to be written completely, if nothing was added to it yet.
 
