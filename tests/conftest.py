@@ -47,6 +47,8 @@ import io
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -225,6 +227,13 @@ class Verdicts:
         if elsewhere:
             pytest.fail(f"failed on another rank:\n{elsewhere}", pytrace=False)
 
+    def give_up(self, error: BaseException) -> None:
+        """End the job with the error of this rank, from a thread."""
+        self.capture.suspend_global_capture(in_=False)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(settings.EXIT_FAILURE)
+
 
 def _brief(error: BaseException) -> str:
     """The exception and the frames of the project; an echo of another rank's failure has none."""
@@ -262,9 +271,13 @@ def pytest_configure(config):
     if _is_under_mpi(config):
         from mpi4py import MPI
 
-        config.stash[_verdicts_key] = Verdicts(
-            MPI, config.pluginmanager.getplugin("capturemanager")
-        )
+        verdicts = Verdicts(MPI, config.pluginmanager.getplugin("capturemanager"))
+        config.stash[_verdicts_key] = verdicts
+        # Each rank's pytest removes the folders of earlier runs in its root.
+        root = os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir()
+        folder = Path(root, f"pytest-rank-{verdicts.rank}")
+        folder.mkdir(exist_ok=True)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
 
 
 def _keep_to_a_core(config):
@@ -617,7 +630,12 @@ def pytest_runtest_setup(item):
         return (yield)
     except Exception as error:
         if verdicts is not None:
+            # Other ranks may wait for this one in the test, to make a world, and are not told.
+            waits = threading.Timer(20, verdicts.give_up, [error])
+            waits.daemon = True
+            waits.start()
             verdicts.settle(error)
+            waits.cancel()
         raise
     except pytest.skip.Exception as error:
         if verdicts is not None:
