@@ -304,9 +304,10 @@ class Machine:
             ]
             near = sorted((_distance(p, wanted), p.flops_per_second) for p in measured)
             weights = [(1 / max(d, 1e-9) ** 3, rate) for d, rate in near[:_NEAREST]]
-            # The mean of times, because rates of slow shapes are far below all others.
+            # The mean of logarithms, because the rates of small sizes grow as their powers.
             total = sum(weight for weight, _ in weights)
-            self._rates[key] = total / sum(weight / rate for weight, rate in weights)
+            mean = sum(weight * math.log(rate) for weight, rate in weights) / total
+            self._rates[key] = math.exp(mean)
         return self._rates[key]
 
     def pass_rate(self, name: str, precision: str) -> PassRate | None:
