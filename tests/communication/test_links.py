@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -39,6 +40,32 @@ def test_a_rank_that_is_gone_without_a_word_is_dead(monkeypatch, offered, last):
     if last == REPORTED:  # and the launcher has ended nobody
         monkeypatch.setattr(node_links, "_REPORTED_SECONDS", 0.0)
         assert zero.dead_rank() == 4
+
+
+def test_a_rank_that_closes_its_links_while_another_thread_asks_sees_no_dead_rank():
+    links, enders = NodeLinks(), []
+
+    class Link:
+        is_closed = False
+
+        def recv(self, _count):
+            ender = threading.Thread(target=links.end, args=[LEFT])
+            enders.append(ender)
+            ender.start()
+            ender.join(0.2)
+            raise OSError("closed") if self.is_closed else BlockingIOError
+
+        def send(self, _last):
+            pass
+
+        def close(self):
+            self.is_closed = True
+
+    links._peers[4] = link = Link()
+    assert links.dead_rank() is None
+    enders[0].join(5)
+    assert link.is_closed
+    assert links.dead_rank() is None
 
 
 def test_rank_zero_is_seen_as_well(offered):

@@ -11,6 +11,7 @@ import hmac
 import os
 import secrets
 import socket
+import threading
 import time
 from contextlib import suppress
 
@@ -35,8 +36,11 @@ class NodeLinks:
         self._arriving: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
         self._reported: dict[int, float] = {}
+        # The watchdog's thread asks for dead ranks while the rank's own one may close connections:
+        # one that is closed meanwhile would be taken for that of a dead rank.
+        self._lock = threading.RLock()
         # A process that a rank forked would keep the connections open.
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
     def offer(self) -> Offer:
         """Listen for the other nodes' ranks; return what they need to connect."""
@@ -63,6 +67,10 @@ class NodeLinks:
 
     def dead_rank(self) -> int | None:
         """Return a rank elsewhere whose process is gone though it has not left, or None."""
+        with self._lock:
+            return self._dead_rank()
+
+    def _dead_rank(self) -> int | None:
         self._accept()
         for rank, link in tuple(self._peers.items()):
             try:
@@ -83,11 +91,12 @@ class NodeLinks:
 
     def end(self, last: bytes) -> None:
         """Tell the other ends how this rank ends: `LEFT` or `REPORTED`. Idempotent."""
-        self._accept()  # those that have never been asked for
-        for link in self._peers.values():
-            with suppress(OSError):
-                link.send(last)
-        self._close()
+        with self._lock:
+            self._accept()  # those that have never been asked for
+            for link in self._peers.values():
+                with suppress(OSError):
+                    link.send(last)
+            self._close()
 
     def _port(self) -> int:
         assert self._listener is not None
@@ -112,6 +121,10 @@ class NodeLinks:
                 self._peers[int.from_bytes(words[_WORD_BYTES:], "big")] = link
             else:
                 link.close()  # a stranger
+
+    def _close_in_child(self) -> None:
+        self._lock = threading.RLock()  # A thread that the child has not may hold the other one.
+        self._close()
 
     def _close(self) -> None:
         for link in (*self._arriving, *self._peers.values()):
