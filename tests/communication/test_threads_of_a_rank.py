@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard.communication.contract.work import Session
+from mpishard.communication.mpi import progress
 from mpishard.communication.mpi.progress import ProgressThread
 from mpishard.errors import CommunicationError
 from mpishard.testing.worlds import in_worlds
@@ -112,3 +113,24 @@ def test_the_progress_thread_ends_at_once_in_the_pause_after_a_long_look(monkeyp
     began = time.monotonic()
     thread.end()
     assert time.monotonic() - began < 2  # that pause is ten times as long as the look
+
+
+def test_the_progress_thread_ends_although_it_falls_asleep_meanwhile(monkeypatch):
+    monkeypatch.setattr(progress, "_LINGER_SECONDS", 0.0)
+    thread = ProgressThread(Session(0))
+    enders = []
+
+    def end_meanwhile():
+        if not enders:  # on a rank's own thread, after this one has looked whether it should end
+            enders.append(threading.Thread(target=thread.end, daemon=True))
+            enders[0].start()
+            time.sleep(0.2)
+        return False
+
+    monkeypatch.setattr(thread, "_is_needed", end_meanwhile)
+    thread.wake()
+    began = time.monotonic()
+    while not enders and time.monotonic() - began < 20:
+        time.sleep(0.01)
+    enders[0].join(5)
+    assert not enders[0].is_alive()

@@ -84,8 +84,8 @@ class ProgressThread:
                 idle_since = time.monotonic()
             elif start - idle_since > _LINGER_SECONDS:
                 self._awake.clear()
-                # Again, because one may have been issued since, and found the thread awake.
-                if self._is_needed():
+                # Again, because `end` or a collective may have come since, and found it awake.
+                if self._ended.is_set() or self._is_needed():
                     self._awake.set()
             pause = max(_PAUSE, _SHARE * (time.monotonic() - start))
 
