@@ -71,9 +71,9 @@ class Loss(ILossFunction):
     """
 
     def __init_subclass__(cls) -> None:
-        # One that computes in another way than its base gets float32, unless it says otherwise.
-        if "forward" in vars(cls):
-            cls.computes_bfloat16 = bool(vars(cls).get("computes_bfloat16"))
+        # The class whose `forward` it has must say so: another one, of a user, gets float32.
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        cls.computes_bfloat16 = bool(vars(owner).get("computes_bfloat16"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

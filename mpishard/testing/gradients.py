@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpishard.base import Array, as_amount, as_count, require_type
-from mpishard.nn import Context, GradientTargets, Layer, parameter_generator
+from mpishard.nn import (
+    Context,
+    GradientTargets,
+    Layer,
+    output_and_saved,
+    parameter_generator,
+)
 from mpishard.sharding import ParameterTable, nested
 from mpishard.tensor import TensorParallelLayer
 
@@ -291,13 +297,7 @@ def check_layer_promises(
     """
     kind = type(layer).__name__
     p, frozen_x = nested(_frozen(values)), _frozen({"x": x})["x"]
-    result: object = layer.forward(p, frozen_x, Context())
-    _promise(
-        isinstance(result, tuple) and len(result) == 2,
-        f"{kind}.forward must return two values, the output and what backward_input needs, and "
-        f"returned {_described(result)}",
-    )
-    y, saved = layer.forward(p, frozen_x, Context())
+    y, saved = output_and_saved(layer.forward(p, frozen_x, Context()), layer)
     _promise(
         y.shape == r.shape,
         f"{kind}.output_shape gives {r.shape} with the batch, and the output has {y.shape}",
@@ -352,11 +352,6 @@ def check_layer_promises(
             f'the gradient of {name} was not added to what was there: write g["{name}"] += ...',
         )
     return dx, whole
-
-
-def _described(result: object) -> str:
-    size = f" of {len(result)}" if isinstance(result, tuple) else ""
-    return f"{type(result).__name__}{size}"
 
 
 def _promise(kept: bool, message: str) -> None:

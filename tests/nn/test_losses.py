@@ -233,4 +233,11 @@ def test_a_loss_of_a_users_own_gets_float32():
     class Named(MSE):
         pass
 
-    assert [Doubled.computes_bfloat16, Named.computes_bfloat16] == [False, True]
+    class Beside:
+        forward = Doubled.forward
+
+    class Mixed(Beside, MSE):
+        pass
+
+    found = [kind.computes_bfloat16 for kind in (Doubled, Named, Mixed)]
+    assert found == [False, True, False]

@@ -309,7 +309,7 @@ class LayerChain:
                 is_keyed = layer.is_random or context.cache is not None
                 own = context.enter(layer.name, layer.layer) if is_keyed else context
                 result = layer.layer.forward(views[index], x, own)
-                x, saved = output_and_saved(result, layer.name, layer.layer)
+                x, saved = output_and_saved(result, layer.layer)
                 if segment is None:
                     activations.append(saved)
                 # Otherwise this activation would live until the next layer's is saved.

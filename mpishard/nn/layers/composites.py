@@ -120,7 +120,7 @@ class Sequential(Layer):
         saved = []
         for name, child in self.children.items():
             result = child.forward(p.get(name, _NONE), x, context.enter(name, child))
-            x, child_saved = output_and_saved(result, name, child)
+            x, child_saved = output_and_saved(result, child)
             saved.append(child_saved)
         return x, saved if context.training else None
 

@@ -464,8 +464,8 @@ class GradientTargets(MutableMapping[str, Any]):
         return GradientTargets(inner, self._find, self._unwritten)
 
 
-def output_and_saved(result: object, name: str, layer: Layer) -> tuple[Array, Saved]:
-    """Return the two values that ``layer.forward`` returned.
+def output_and_saved(result: object, layer: Layer) -> tuple[Array, Saved]:
+    """Return the two values that ``layer.forward`` has returned.
 
     Raises
     ------
@@ -477,8 +477,8 @@ def output_and_saved(result: object, name: str, layer: Layer) -> tuple[Array, Sa
     shape = getattr(result, "shape", None)
     given = type(result).__name__ if shape is None else f"an array of shape {shape}"
     raise TypeError(
-        f"layer {name!r}: {type(layer).__name__}.forward must return two values, the output and "
-        f"what backward needs, and returned {given}: write `return y, saved`"
+        f"{type(layer).__name__}.forward must return two values, the output and what backward "
+        f"needs, and returned {given}: write `return y, saved`"
     )
 
 
